@@ -1,0 +1,78 @@
+"""Every error a user can cause, in one tree. A message names the thing, the finding and the way out.
+
+OneboxError
+├── ConfigError                 a flag, a config value or a plan that cannot be honoured
+├── CheckpointError             a folder of weights that must not be served
+├── PromptError                 input or options of the prompt library
+└── RequestError                one request that cannot be served; carries its HTTP meaning
+    ├── ContextLengthError      prompt plus answer passes max_model_len
+    ├── ModelNotFoundError      a model name this server does not serve
+    └── EngineUnavailableError  the engine is stopped, restarting or full
+        └── QueueFullError      the waiting queue is full: retry later
+"""
+
+from __future__ import annotations
+
+
+class OneboxError(Exception):
+    """Base of all errors a user can cause: shown as one line, never as a traceback."""
+
+
+class ConfigError(OneboxError):
+    """A flag, a config value or a memory plan cannot be honoured."""
+
+
+class CheckpointError(OneboxError):
+    """A checkpoint is incomplete, damaged, unsupported or not what was asked for.
+
+    The message starts with the tensor, file or config field at fault.
+    """
+
+
+class PromptError(OneboxError):
+    """The prompt library got input or options it cannot honour."""
+
+
+class RequestError(OneboxError):
+    """One request cannot be served. `status` is the HTTP status, `code` and `param` are OpenAI's error fields."""
+
+    status = 400
+    code: str | None = "invalid_request"
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """Prompt plus requested answer is longer than the served context."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model this server does not serve."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class EngineUnavailableError(RequestError):
+    """The engine cannot take or finish the request now; the same request may succeed later."""
+
+    status = 503
+    code = "engine_unavailable"
+    type = "server_error"
+
+
+class QueueFullError(EngineUnavailableError):
+    """The waiting queue is full; `retry_after_s` says when to come back."""
+
+    status = 429
+    code = "queue_full"
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
