@@ -1,0 +1,1 @@
+"""Published weights -> weight containers, and -> one hybrid checkpoint."""

@@ -1,0 +1,1 @@
+"""Requests -> tokens, one step at a time. Never sees text or HTTP."""

@@ -1,0 +1,1 @@
+"""Token ids -> logits. Knows shapes, not requests."""

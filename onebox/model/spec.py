@@ -1,0 +1,165 @@
+"""Spec: the numbers a Qwen3.5 / 3.6 text model is made of, read from `config.json`. Takes a dict, gives a frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onebox.errors import CheckpointError
+
+LayerType = Literal["linear_attention", "full_attention"]
+
+MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
+DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shapes of one model. Heads, widths and counts are numbers of elements; `n_experts` 0 means a dense MLP."""
+
+    hidden: int
+    vocab: int
+    layer_types: tuple[LayerType, ...]
+    # gated attention
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_dims: int
+    rope_parameters: tuple[tuple[str, Any], ...]
+    # gated delta net
+    gdn_k_heads: int
+    gdn_v_heads: int
+    gdn_k_dim: int
+    gdn_v_dim: int
+    conv_width: int
+    # MLP
+    n_experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int  # shared expert's width (MoE) or the MLP's (dense)
+    # the rest
+    n_mtp_layers: int
+    max_positions: int
+    tied: bool
+    norm_eps: float
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def n_gdn_layers(self) -> int:
+        return self.layer_types.count("linear_attention")
+
+    @property
+    def n_attention_layers(self) -> int:
+        return self.layer_types.count("full_attention")
+
+    @property
+    def gdn_key_width(self) -> int:
+        return self.gdn_k_heads * self.gdn_k_dim
+
+    @property
+    def gdn_value_width(self) -> int:
+        return self.gdn_v_heads * self.gdn_v_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.gdn_key_width + self.gdn_value_width
+
+    @property
+    def moe(self) -> bool:
+        return self.n_experts > 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Spec:
+        """Read a `config.json`, flat or with a nested `text_config`.
+
+        Raises CheckpointError naming the field that is missing, of the wrong kind, or not supported.
+        """
+        outer_type = config.get("model_type")
+        text: Mapping[str, Any] = config.get("text_config") or config
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"config.json: 'text_config' must be an object, got {type(text).__name__}.")
+        model_type = text.get("model_type", outer_type)
+        if model_type not in MOE_TYPES + DENSE_TYPES:
+            supported = ", ".join(MOE_TYPES + DENSE_TYPES)
+            raise CheckpointError(f"config.json: model_type {model_type!r} is not supported. Supported: {supported}.")
+        moe = model_type in MOE_TYPES
+
+        def number(name: str, default: int | None = None) -> int:
+            value = text.get(name, default)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise CheckpointError(f"config.json: '{name}' must be a whole number, got {value!r}.")
+            return value
+
+        hidden, n_heads = number("hidden_size"), number("num_attention_heads")
+        head_dim = number("head_dim", hidden // n_heads if n_heads else 0)
+        rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+        theta = rope.get("rope_theta", text.get("rope_theta", 10_000.0))
+        partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ("default", "yarn"):
+            raise CheckpointError(f"config.json: rope_type {rope_type!r} is not supported. Supported: default, yarn.")
+        for name, want in (("hidden_act", "silu"), ("attn_output_gate", True), ("attention_bias", False)):
+            if text.get(name, want) != want:
+                raise CheckpointError(f"config.json: '{name}' = {text[name]!r} is not supported; expected {want!r}.")
+        if moe and text.get("norm_topk_prob", True) is not True:
+            raise CheckpointError("config.json: 'norm_topk_prob' = false is not supported; expected true.")
+
+        n_layers = number("num_hidden_layers")
+        layer_types = text.get("layer_types")
+        if layer_types is None:
+            every = number("full_attention_interval", 4)
+            layer_types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(n_layers)]
+        unknown = sorted(set(layer_types) - {"linear_attention", "full_attention"})
+        if unknown or len(layer_types) != n_layers:
+            found = f"unknown {unknown}" if unknown else f"{len(layer_types)} entries for {n_layers} layers"
+            raise CheckpointError(f"config.json: 'layer_types' is not supported: {found}.")
+
+        eos = text.get("eos_token_id", config.get("eos_token_id"))
+        eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        spec = cls(
+            hidden=hidden,
+            vocab=number("vocab_size"),
+            layer_types=tuple(layer_types),
+            n_heads=n_heads,
+            n_kv_heads=number("num_key_value_heads"),
+            head_dim=head_dim,
+            rope_theta=float(theta),
+            rope_dims=int(head_dim * partial),
+            rope_parameters=tuple(sorted((k, v) for k, v in rope.items() if isinstance(v, (int, float, str, bool)))),
+            gdn_k_heads=number("linear_num_key_heads"),
+            gdn_v_heads=number("linear_num_value_heads"),
+            gdn_k_dim=number("linear_key_head_dim"),
+            gdn_v_dim=number("linear_value_head_dim"),
+            conv_width=number("linear_conv_kernel_dim"),
+            n_experts=number("num_experts") if moe else 0,
+            top_k=number("num_experts_per_tok") if moe else 0,
+            expert_width=number("moe_intermediate_size") if moe else 0,
+            shared_width=number("shared_expert_intermediate_size") if moe else number("intermediate_size"),
+            n_mtp_layers=number("mtp_num_hidden_layers", 0),
+            max_positions=number("max_position_embeddings"),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            eos_token_ids=eos_ids,
+            dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+        )
+        if spec.n_kv_heads == 0 or n_heads % spec.n_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads {n_heads} is no multiple of num_key_value_heads {spec.n_kv_heads}."
+            )
+        if spec.n_gdn_layers and (spec.gdn_k_heads == 0 or spec.gdn_v_heads % spec.gdn_k_heads):
+            raise CheckpointError(
+                f"config.json: linear_num_value_heads {spec.gdn_v_heads} is no multiple of "
+                f"linear_num_key_heads {spec.gdn_k_heads}."
+            )
+        if moe and not 0 < spec.top_k <= spec.n_experts:
+            raise CheckpointError(
+                f"config.json: num_experts_per_tok {spec.top_k} must be between 1 and num_experts {spec.n_experts}."
+            )
+        return spec

@@ -1,0 +1,1 @@
+"""HTTP -> requests, tokens -> HTTP."""
