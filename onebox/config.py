@@ -1,0 +1,77 @@
+"""What a run is configured with, frozen. Defaults here, `resolve()` fills what depends on machine and checkpoint.
+
+This file alone reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from onebox.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_DRAFT_LEN = 4
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: which checkpoint, where, and how much of everything. Lengths in tokens, sizes in GB (1e9 bytes).
+
+    `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). Raises ConfigError naming the value
+    out of range.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    max_waiting: int = 256
+    draft_len: int | None = None
+    kv_gb: float | None = None
+    prefix_caching: bool = True
+    snapshot_every: int = 2048
+    snapshots: int | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {want}, got {getattr(self, name)!r}.")
+
+        check(self.device in ("auto", "cpu") or self.device.startswith("cuda"), "device", "auto, cpu or cuda[:N]")
+        check(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES))
+        check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
+        check(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
+        check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
+        check(self.max_waiting >= 0, "max_waiting", "0 or more")
+        check(
+            self.draft_len is None or 0 <= self.draft_len <= MAX_DRAFT_LEN,
+            "draft_len",
+            f"between 0 and {MAX_DRAFT_LEN} (num_speculative_tokens)",
+        )
+        check(self.kv_gb is None or self.kv_gb > 0, "kv_gb", "above 0")
+        check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
+        check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")
+
+    def resolve_device(self, *, cuda_available: bool) -> EngineConfig:
+        """The same config with `device` and `dtype` made definite: fp32 arithmetic on a CPU, bf16 on a GPU."""
+        device = self.device if self.device != "auto" else ("cuda" if cuda_available else "cpu")
+        if device.startswith("cuda") and not cuda_available:
+            raise ConfigError(f"device {device!r}: no CUDA device is visible; use --device cpu or check 'onebox doctor'.")
+        dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
+        return replace(self, device=device, dtype=dtype)
+
+
+def cpu_threads() -> int:
+    """Threads for CPU arithmetic: OMP_NUM_THREADS when set, else the cores this process may use."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    if value:
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(f"OMP_NUM_THREADS must be a whole number above 0, got {value!r}.")
+        return int(value)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
