@@ -1,0 +1,48 @@
+"""Causal attention over paged keys and values, as plain mathematics."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PAGE_SIZE = 64
+
+
+def write_kv_ref(k: Tensor, v: Tensor, pages: Tensor, kv_slot: Tensor) -> None:
+    """Store k, v [T, Hkv, D] at kv_slot [T] (page * PAGE_SIZE + entry) of pages [P, 2, PAGE_SIZE, Hkv, D], in place."""
+    page, entry = kv_slot // PAGE_SIZE, kv_slot % PAGE_SIZE
+    pages[page, 0, entry] = k.to(pages.dtype)
+    pages[page, 1, entry] = v.to(pages.dtype)
+
+
+def paged_attention_ref(
+    q: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    query_start: list[int],
+    kv_start: int = 0,
+) -> Tensor:
+    """Each row attends to entries [kv_start, position] of its sequence.
+
+    q [T, H, D], pages [P, 2, PAGE_SIZE, Hkv, D], page_table [B, n], positions [T]; rows of sequence b are
+    [query_start[b], query_start[b+1]). Gives [T, H, D]. A row with no entry to attend to gives zeros.
+    """
+    out = torch.zeros_like(q)
+    for b, (start, end) in enumerate(zip(query_start[:-1], query_start[1:], strict=True)):
+        if start == end:
+            continue
+        length = int(positions[end - 1]) + 1  # positions rise within a sequence
+        kv = pages[page_table[b, : -(-length // PAGE_SIZE)]]
+        k, v = (kv[:, i].flatten(0, 1)[kv_start:length].transpose(0, 1).to(q.dtype) for i in (0, 1))
+        rows = q[start:end].transpose(0, 1)
+        entry = torch.arange(kv_start, length, device=q.device)
+        mask = entry[None, :] <= positions[start:end, None]
+        if end - start == 1:
+            if length > kv_start:
+                out[start] = F.scaled_dot_product_attention(rows[None], k[None], v[None], enable_gqa=True)[0, :, 0]
+            continue
+        attended = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        out[start:end] = torch.where(mask.any(-1)[:, None, None], attended.transpose(0, 1), 0.0)
+    return out
