@@ -1,0 +1,277 @@
+"""Decode projections for up to 64 rows: every weight byte is read once, whatever the number of rows.
+
+`project` reads a normed residual stream, `project_add` adds into it; between them the norm costs no launch of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onebox.kernels import configs
+from onebox.kernels.fp8_ref import Fp8Weight
+from onebox.kernels.int4_ref import Int4Weight
+from onebox.kernels.int8_ref import Int8Weight
+from onebox.kernels.linear_ref import AnyWeight, Residual
+from onebox.kernels.nvfp4_ref import Nvfp4Weight
+from onebox.kernels.tile import (
+    BF16,
+    FP8,
+    INT4,
+    INT8,
+    NVFP4,
+    add_to_residual,
+    inverse_rms,
+    last_of,
+    launch_next,
+    prefetch_rows,
+    scale_rows,
+    times_rows,
+    wait_previous,
+)
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight as kernels take it: bytes, scales, a global scale, a format, and columns a step."""
+
+    q: Tensor
+    scale: Tensor
+    extra: Tensor
+    format: int
+    step: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, w: AnyWeight) -> Packed:
+        n, k = w.shape[-2:]
+        if isinstance(w, Tensor):
+            return cls(w, w, w, BF16.value, 128, n, k)
+        if isinstance(w, Int4Weight):
+            assert w.zero is None, "kernels read symmetric INT4"
+            return cls(w.q, w.scale, w.scale, INT4.value, w.group, n, k)
+        if isinstance(w, Nvfp4Weight):
+            return cls(w.q, w.scale, w.global_scale, NVFP4.value, 128, n, k)
+        if isinstance(w, Fp8Weight):
+            assert w.block == (128, 128), "kernels read FP8 in blocks of 128 x 128"
+            return cls(w.q, w.scale, w.scale, FP8.value, 128, n, k)
+        assert isinstance(w, Int8Weight)
+        return cls(w.q, w.scale, w.scale, INT8.value, 128, n, k)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch for ordered split sums, one a stream. Kernels leave the counters at zero."""
+
+    partial: Tensor  # fp32
+    counters: Tensor  # int32
+
+    @classmethod
+    def allocate(cls, n_bytes: int, device: torch.device) -> Workspace:
+        return cls(
+            torch.empty(n_bytes // 4, dtype=torch.float32, device=device),
+            torch.zeros(16_384, dtype=torch.int32, device=device),
+        )
+
+
+def row_tile(rows: int) -> int:
+    """Rows a kernel computes for: the tensor cores' least, or the next power of two."""
+    assert 1 <= rows <= MAX_ROWS, f"{rows} rows in a decode kernel"
+    return max(8, triton.next_power_of_2(rows))
+
+
+def inline_asm(x: Tensor) -> bool:
+    return not configs.INTERPRET and x.dtype == torch.bfloat16
+
+
+@triton.jit
+def _embed_kernel(
+    tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows, H, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    t, part = tl.program_id(0), tl.program_id(1)
+    launch_next(PDL)
+    wait_previous(PDL)
+    n = part * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + t).to(tl.int64)
+    x = tl.load(table_ptr + token * H + n, mask=n < H, other=0.0).to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + t * H + n, x, mask=n < H)
+    x = x.to(tl.float32)
+    w = 1.0 + tl.load(norm_ptr + n, mask=n < H, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + t * H + n, (x * w).to(scaled_ptr.dtype.element_ty), mask=n < H)
+    tl.store(squares_ptr + part * n_rows + t, tl.sum(x * x, axis=0))
+
+
+def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
+    """Rows of the embedding [V, H] for tokens [T], ahead of the first norm."""
+    rows, h = tokens.shape[0], embedding.shape[1]
+    parts = triton.cdiv(h, 1024)
+    out = empty_residual(rows, h, parts, norm)
+    _embed_kernel[(rows, parts)](
+        tokens, embedding, norm, out.x, out.scaled, out.squares, rows, h, BLOCK=1024, **launch(tokens.device, 4)
+    )
+    return out
+
+
+@triton.jit
+def _normalize_kernel(
+    scaled_ptr,
+    squares_ptr,
+    out_ptr,
+    n_parts,
+    n_rows,
+    eps,
+    H: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    t, n = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    launch_next(PDL)
+    wait_previous(PDL)
+    parts = tl.arange(0, PARTS)
+    squares = tl.load(squares_ptr + parts * n_rows + t, mask=parts < n_parts, other=0.0)
+    rms = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+    y = tl.load(scaled_ptr + t * H + n, mask=n < H, other=0.0).to(tl.float32) * rms
+    tl.store(out_ptr + t * H + n, y.to(out_ptr.dtype.element_ty), mask=n < H)
+
+
+def normalize(h: Residual, eps: float) -> Tensor:
+    """The finished norm, [T, H]."""
+    rows, width = h.x.shape
+    out = torch.empty_like(h.x)
+    _normalize_kernel[(rows, triton.cdiv(width, 1024))](
+        h.scaled, h.squares, out, h.squares.shape[0], rows, eps,
+        H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), BLOCK=1024, **launch(h.x.device, 4),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _project_tile(
+    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows, eps,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n = tile * BN + tl.arange(0, BN)
+    rows = tl.minimum(n, N - 1)
+    prefetch_rows(q_ptr, rows, H, FORMAT, PREFETCH)
+    wait_previous(PDL)
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+    acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
+    where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
+    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & x_mask[None, :])
+
+
+@triton.jit
+def _project_kernel(
+    x_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr, g2_ptr, N2,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    BK2: tl.constexpr, FORMAT2: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    tile, tiles = tl.program_id(0), tl.cdiv(N, BN)
+    if tile < tiles:
+        _project_tile(
+            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
+            H, PARTS, T, BN, BK, FORMAT, ASM, STAGES, PREFETCH, PDL,
+        )  # fmt: skip
+    else:
+        _project_tile(
+            q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
+            H, PARTS, T, BN, BK2, FORMAT2, ASM, STAGES, PREFETCH, PDL,
+        )  # fmt: skip
+
+
+def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Tensor:
+    """norm(h) times the rows of `w` [N, H], then of `tail` [N', H] (another format, or None): [T, N + N']."""
+    rows, width = h.x.shape
+    a, b = Packed.of(w), Packed.of(w if tail is None else tail)
+    n2 = 0 if tail is None else b.n
+    c = configs.config("linear", h.x.device)
+    out = torch.empty(rows, a.n + n2, dtype=h.x.dtype, device=h.x.device)
+    grid = (triton.cdiv(a.n, c.block_n) + triton.cdiv(n2, c.block_n),)
+    _project_kernel[grid](
+        h.scaled, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n, b.q, b.scale, b.extra, n2,
+        H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows), BN=c.block_n, BK=a.step,
+        FORMAT=a.format, BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, PREFETCH=c.prefetch,
+        **launch(h.x.device, c.warps),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _project_add_kernel(
+    y_ptr, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows, N,
+    K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    n = tile * BN + tl.arange(0, BN)
+    n_mask = n < N
+    rows = tl.minimum(n, N - 1)
+    part_k: tl.constexpr = (K // SPLITS) if SPLITS > 1 else K
+    wait_previous(PDL)
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    start = split * part_k
+    acc = times_rows(q_ptr, s_ptr, rows, y_ptr, K, xt, x_mask, start, start + part_k, K, T, BN, BK, FORMAT, ASM, STAGES)
+    if SPLITS > 1:
+        where = partial_ptr + xt[None, :] * N + n[:, None]
+        mask = n_mask[:, None] & x_mask[None, :]
+        tl.store(where + split * n_rows * N, acc, mask=mask)
+        if last_of(counter_ptr + tile, SPLITS):
+            acc = tl.zeros([BN, T], tl.float32)
+            for s in tl.static_range(SPLITS):
+                acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
+            acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+            add_to_residual(
+                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N
+            )
+    else:
+        acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+        add_to_residual(acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N)
+
+
+def project_add(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, workspace: Workspace) -> Residual:
+    """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K]. K is summed in parts of fixed order."""
+    rows = y.shape[0]
+    a, c = Packed.of(w), configs.config("linear_add", y.device)
+    tiles = triton.cdiv(a.n, c.block_n)
+    parts = configs.splits(tiles, a.k // a.step, y.device, c.programs) if a.k % a.step == 0 else 1
+    out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
+    _project_add_kernel[(tiles * parts,)](
+        y, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.squares, workspace.partial, workspace.counters,
+        rows, a.n, K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=parts, FORMAT=a.format, ASM=inline_asm(y),
+        STAGES=c.stages, PREFETCH=c.prefetch, **launch(y.device, c.warps),
+    )  # fmt: skip
+    return out
+
+
+def empty_residual(rows: int, width: int, parts: int, like: Tensor, dtype: torch.dtype | None = None) -> Residual:
+    dtype = dtype or like.dtype
+    return Residual(
+        torch.empty(rows, width, dtype=dtype, device=like.device),
+        torch.empty(rows, width, dtype=dtype, device=like.device),
+        torch.empty(parts, rows, dtype=torch.float32, device=like.device),
+    )
+
+
+def launch(device: torch.device, warps: int) -> dict[str, int | bool]:
+    """Launch options common to all kernels."""
+    on = configs.pdl(device)
+    options: dict[str, int | bool] = {"PDL": on, "num_warps": warps}
+    if on:
+        options["launch_pdl"] = True
+    return options

@@ -1,0 +1,70 @@
+"""Decode projections, as plain mathematics: the residual stream between kernels, projections of it, and sums into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebox.kernels.fp8_ref import Fp8Weight, fp8_dequantize_ref
+from onebox.kernels.int4_ref import Int4Weight, int4_dequantize_ref
+from onebox.kernels.int8_ref import Int8Weight, int8_dequantize_ref
+from onebox.kernels.nvfp4_ref import Nvfp4Weight, nvfp4_dequantize_ref
+
+AnyWeight = Tensor | Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Rows of the residual stream on their way from one kernel to the next, with the next norm half done.
+
+    `scaled` = x * (1 + norm weight); `squares` sums to the sum of x^2 over a row. A reader divides by the rms at its end.
+    """
+
+    x: Tensor  # [T, H]
+    scaled: Tensor  # [T, H]
+    squares: Tensor  # [parts, T] fp32
+
+
+def dense_ref(w: AnyWeight) -> Tensor:
+    """Any weight as fp32 [..., N, K]."""
+    if isinstance(w, Tensor):
+        return w.float()
+    if isinstance(w, Int4Weight):
+        return int4_dequantize_ref(w)
+    if isinstance(w, Int8Weight):
+        return int8_dequantize_ref(w)
+    return fp8_dequantize_ref(w) if isinstance(w, Fp8Weight) else nvfp4_dequantize_ref(w)
+
+
+def residual_ref(x: Tensor, norm: Tensor) -> Residual:
+    """x [T, H] as a Residual ahead of a norm with weight [H]."""
+    y = x.float()
+    return Residual(x, (y * (1.0 + norm.float())).to(x.dtype), y.square().sum(-1)[None])
+
+
+def normalized_ref(h: Residual, eps: float) -> Tensor:
+    """The norm's result, [T, H] fp32."""
+    mean = h.squares.sum(0) / h.x.shape[-1]
+    return h.scaled.float() * torch.rsqrt(mean + eps)[:, None]
+
+
+def normalize_ref(h: Residual, eps: float) -> Tensor:
+    return normalized_ref(h, eps).to(h.x.dtype)
+
+
+def embed_ref(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
+    return residual_ref(embedding[tokens], norm)
+
+
+def project_ref(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Tensor:
+    """norm(h) times the rows of `w`, then of `tail`: [T, N + N']."""
+    y = normalized_ref(h, eps)
+    parts = [y @ dense_ref(each).T for each in (w, tail) if each is not None]
+    return torch.cat(parts, dim=-1).to(h.x.dtype)
+
+
+def project_add_ref(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor) -> Residual:
+    """h + y w^T, ahead of a norm with weight `norm`. y [T, K], w [H, K]."""
+    return residual_ref((h.x.float() + y.float() @ dense_ref(w).T).to(h.x.dtype), norm)

@@ -1,0 +1,313 @@
+"""What the decode kernels are made of: weight tiles by format, rows times tile, ordered split sums, launch overlap.
+
+A weight reaches a kernel as (q, scale) and a FORMAT; activations are bf16 on a GPU and fp16 in the interpreter. A
+dequantised weight and an activation have at most 8 significant bits each, so products are exact in the fp32 sums; scales
+multiply those sums (NVFP4's block scales multiply the weight, which bf16 holds exactly).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BF16 = tl.constexpr(0)
+INT8 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
+INT4 = tl.constexpr(3)
+NVFP4 = tl.constexpr(4)
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    """Let the next kernel in the stream start its own prologue."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_previous(PDL: tl.constexpr):
+    """Afterwards everything the kernels before this one wrote is visible. Every kernel calls it, so that waits chain."""
+    if PDL:
+        gdc_wait()
+
+
+# Packed bytes to bf16 without integer-to-float conversions: the bits go where a bf16 of a known exponent has its
+# mantissa, and an exact fma removes the offset (INT4) or the exponent bias (FP8, NVFP4). Four bytes a call.
+_INT4 = tl.constexpr("""{
+.reg .b32 a, c, m, one;
+mov.b32 m, 0xC308C308;
+mov.b32 one, 0x3F803F80;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 c, $4, 0, 0x4342;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, c, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 a, a, 4;
+shr.b32 c, c, 4;
+lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, $0, one, m;
+fma.rn.bf16x2 $1, $1, one, m;
+fma.rn.bf16x2 $2, $2, one, m;
+fma.rn.bf16x2 $3, $3, one, m;
+}""")
+_NVFP4 = tl.constexpr("""{
+.reg .b32 a, c, t, s, m, z;
+mov.b32 m, 0x7E807E80;
+mov.b32 z, 0x80008000;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 c, $4, 0, 0x4342;
+shl.b32 t, a, 6;
+shl.b32 s, a, 12;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 $0, s, z, t, 0xEA;
+shl.b32 t, c, 6;
+shl.b32 s, c, 12;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 $1, s, z, t, 0xEA;
+shl.b32 t, a, 2;
+shl.b32 s, a, 8;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 $2, s, z, t, 0xEA;
+shl.b32 t, c, 2;
+shl.b32 s, c, 8;
+and.b32 t, t, 0x01C001C0;
+lop3.b32 $3, s, z, t, 0xEA;
+fma.rn.bf16x2 $0, $0, m, z;
+fma.rn.bf16x2 $1, $1, m, z;
+fma.rn.bf16x2 $2, $2, m, z;
+fma.rn.bf16x2 $3, $3, m, z;
+}""")
+_FP8 = tl.constexpr("""{
+.reg .b32 a, c, m, z;
+mov.b32 m, 0x7B807B80;
+mov.b32 z, 0x80008000;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 c, $2, 0, 0x3424;
+shr.b32 $0, a, 4;
+shr.b32 $1, c, 4;
+and.b32 $0, $0, 0x07F007F0;
+and.b32 $1, $1, 0x07F007F0;
+lop3.b32 $0, a, z, $0, 0xEA;
+lop3.b32 $1, c, z, $1, 0xEA;
+fma.rn.bf16x2 $0, $0, m, z;
+fma.rn.bf16x2 $1, $1, m, z;
+}""")
+_INT8 = tl.constexpr("""{
+.reg .b32 a, p, q, magic;
+.reg .f32 f, g, off;
+mov.b32 magic, 0x4B000000;
+mov.b32 off, 0xCB000080;
+xor.b32 a, $2, 0x80808080;
+prmt.b32 p, a, magic, 0x7440;
+prmt.b32 q, a, magic, 0x7441;
+mov.b32 f, p;
+mov.b32 g, q;
+add.f32 f, f, off;
+add.f32 g, g, off;
+cvt.rn.bf16x2.f32 $0, g, f;
+prmt.b32 p, a, magic, 0x7442;
+prmt.b32 q, a, magic, 0x7443;
+mov.b32 f, p;
+mov.b32 g, q;
+add.f32 f, f, off;
+add.f32 g, g, off;
+cvt.rn.bf16x2.f32 $1, g, f;
+}""")
+
+
+@triton.jit
+def e2m1(n):
+    """Four bits as sign, two exponent bits, one mantissa bit -> fp32."""
+    exponent, mantissa = ((n >> 1) & 3).to(tl.float32), (n & 1).to(tl.float32)
+    size = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * tl.exp2(exponent - 1))
+    return tl.where((n & 8) != 0, -size, size)
+
+
+@triton.jit
+def unpack(b, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """uint8 of two nibbles -> (low, high) as exact DTYPE values without their scales."""
+    if FORMAT == INT4:
+        if ASM:
+            low, high = tl.inline_asm_elementwise(
+                _INT4, "=&r,=&r,=&r,=&r,r", [b], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low = ((b & 15).to(tl.float32) - 8).to(DTYPE)
+            high = ((b >> 4).to(tl.float32) - 8).to(DTYPE)
+    else:
+        if ASM:
+            low, high = tl.inline_asm_elementwise(
+                _NVFP4, "=&r,=&r,=&r,=&r,r", [b], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = e2m1(b & 15).to(DTYPE), e2m1(b >> 4).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def widen(b, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """One-byte weights -> exact DTYPE values without their scales."""
+    if ASM:
+        if FORMAT == FP8:
+            w = tl.inline_asm_elementwise(
+                _FP8, "=&r,=&r,r", [b.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4
+            )
+        else:
+            w = tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [b], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        w = b.to(tl.float32).to(DTYPE)
+    return w
+
+
+@triton.jit
+def times_rows(
+    q_ptr,
+    s_ptr,
+    rows,
+    x_ptr,
+    x_stride,
+    xt,
+    x_mask,
+    k_start,
+    k_end,
+    K: tl.constexpr,
+    T: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """fp32 [BN, T]: weight rows `rows` times activation rows `xt` over columns [k_start, k_end).
+
+    BK is the scale's group of columns (INT4, FP8: 128). INT8's row scale is the caller's (`row_scale`), NVFP4's global
+    scale too. Activation rows where `x_mask` is false count as zero.
+    """
+    acc = tl.zeros([BN, T], tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    if FORMAT == INT4 or FORMAT == NVFP4:
+        half = tl.arange(0, BK // 2)
+        pairs = x_ptr.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
+        for k0 in tl.range(k_start, k_end, BK, num_stages=STAGES):
+            b = tl.load(q_ptr + rows[:, None] * (K // 2) + (k0 // 2 + half)[None, :])
+            low, high = unpack(b, FORMAT, dtype, ASM)
+            pair = tl.load(
+                pairs + xt[None, :] * (x_stride // 2) + (k0 // 2 + half)[:, None], mask=x_mask[None, :], other=0
+            )
+            even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+            odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+            if FORMAT == INT4:
+                part = tl.dot(low, even)
+                part = tl.dot(high, odd, part)
+                scale = tl.load(s_ptr + rows * (K // BK) + k0 // BK)
+                acc += part * scale.to(tl.float32)[:, None]
+            else:
+                block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
+                block = block.to(tl.float32).to(dtype)
+                scale = tl.reshape(tl.broadcast_to(block[:, :, None], [BN, BK // 16, 8]), [BN, BK // 2])
+                acc = tl.dot(low * scale, even, acc)
+                acc = tl.dot(high * scale, odd, acc)
+    else:
+        columns = tl.arange(0, BK)
+        for k0 in tl.range(k_start, k_end, BK, num_stages=STAGES):
+            if K % BK == 0:
+                b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :])
+                x = tl.load(x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None], mask=x_mask[None, :], other=0.0)
+            else:
+                inside = k0 + columns < K
+                b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :], mask=inside[None, :], other=0)
+                x = tl.load(
+                    x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None],
+                    mask=x_mask[None, :] & inside[:, None],
+                    other=0.0,
+                )
+            if FORMAT == BF16:
+                acc = tl.dot(b.to(dtype), x, acc)
+            elif FORMAT == INT8:
+                acc = tl.dot(widen(b, FORMAT, dtype, ASM), x, acc)
+            else:
+                part = tl.dot(widen(b, FORMAT, dtype, ASM), x)
+                scale = tl.load(s_ptr + (rows // 128) * ((K + BK - 1) // BK) + k0 // BK)
+                acc += part * scale[:, None]
+    return acc
+
+
+@triton.jit
+def scale_rows(acc, s_ptr, g_ptr, rows, FORMAT: tl.constexpr):
+    """Apply the scales that `times_rows` leaves to its caller: INT8's of a row, NVFP4's of the whole weight."""
+    if FORMAT == INT8:
+        acc = acc * tl.load(s_ptr + rows)[:, None]
+    if FORMAT == NVFP4:
+        acc = acc * tl.load(g_ptr)
+    return acc
+
+
+@triton.jit
+def prefetch_rows(q_ptr, rows, K: tl.constexpr, FORMAT: tl.constexpr, PREFETCH: tl.constexpr):
+    """Ask L2 for whole weight rows: worth it while the previous kernel still runs."""
+    if PREFETCH:
+        row_bytes: tl.constexpr = K // 2 if FORMAT == INT4 or FORMAT == NVFP4 else (2 * K if FORMAT == BF16 else K)
+        address = (q_ptr.to(tl.pointer_type(tl.uint8)) + rows * row_bytes).to(tl.int64)
+        size = tl.full(address.shape, row_bytes, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [address, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def last_of(counter_ptr, expected):
+    """True in the one program of `expected` that arrives last; what the others stored before is visible to it.
+
+    The counter is left at zero for the next launch.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == expected - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H: tl.constexpr, PARTS: tl.constexpr, eps):
+    """1 / rms of each residual row, from the sums of squares its producer's tiles left. squares [n_parts, n_rows]."""
+    parts = tl.arange(0, PARTS)
+    squares = tl.load(
+        squares_ptr + parts[:, None] * n_rows + xt[None, :],
+        mask=(parts < n_parts)[:, None] & x_mask[None, :],
+        other=0.0,
+    )
+    return tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+
+
+@triton.jit
+def add_to_residual(
+    y,
+    tile,
+    n,
+    n_mask,
+    xt,
+    x_mask,
+    n_rows,
+    x_in_ptr,
+    x_ptr,
+    scaled_ptr,
+    squares_ptr,
+    norm_ptr,
+    H: tl.constexpr,
+):
+    """x + y for a [BN, T] tile of the residual stream; also what the next norm needs: x (1 + w), and sums of squares."""
+    where = xt[None, :] * H + n[:, None]
+    mask = n_mask[:, None] & x_mask[None, :]
+    x = tl.load(x_in_ptr + where, mask=mask, other=0.0).to(tl.float32)
+    x = (x + y).to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + where, x, mask=mask)
+    x = x.to(tl.float32)
+    w = 1.0 + tl.load(norm_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + where, (x * w[:, None]).to(scaled_ptr.dtype.element_ty), mask=mask)
+    tl.store(squares_ptr + tile * n_rows + xt, tl.sum(tl.where(mask, x * x, 0.0), axis=0), mask=x_mask)
