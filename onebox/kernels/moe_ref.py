@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,3 +29,38 @@ def experts_ref(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         out = F.linear(F.silu(gate) * up, down[e]) * weights[row, choice, None].to(x.dtype)
         result.index_add_(0, row, out)
     return result
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts the rows meet. Slot 0 is the shared expert; slots [1, count) are the experts met, by rising id.
+
+    A row that did not choose a slot's expert has weight 0 there. Entries from `count` on mean nothing.
+    """
+
+    weight: Tensor  # [slots, T] fp32
+    expert: Tensor  # [slots] int32; slot 0's means nothing
+    count: Tensor  # [1] int32
+
+
+def route_slots_ref(normed: Tensor, router: Tensor, shared_gate: Tensor, top_k: int) -> Routing:
+    """normed [T, H] fp32, router [E, H], shared_gate [1, H]."""
+    weights, experts = route_ref(normed @ router.float().T, top_k)
+    met = experts.unique()
+    slots = torch.zeros(1 + met.numel(), normed.shape[0], device=normed.device)
+    slots[0] = torch.sigmoid(normed @ shared_gate.float().T)[:, 0]
+    for slot, e in enumerate(met.tolist(), start=1):
+        slots[slot] = torch.where(experts == e, weights, 0.0).sum(-1)
+    ids = torch.cat((met.new_zeros(1), met)).to(torch.int32)
+    return Routing(slots, ids, torch.tensor([1 + met.numel()], dtype=torch.int32, device=normed.device))
+
+
+def slots_ref(normed: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, shared: tuple[Tensor, Tensor]) -> Tensor:
+    """The weighted sum over slots, [T, H] fp32. gate_up [E, 2I, H], down [E, H, I], shared the same for slot 0."""
+    total = torch.zeros_like(normed)
+    for slot in range(int(routing.count)):
+        e = int(routing.expert[slot])
+        up_w, down_w = (gate_up[e], down[e]) if slot else shared
+        gate, up = (normed @ up_w.float().T).chunk(2, dim=-1)
+        total += (F.silu(gate) * up * routing.weight[slot, :, None]) @ down_w.float().T
+    return total

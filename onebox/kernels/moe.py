@@ -1,0 +1,261 @@
+"""Mixture of experts for up to 64 rows: route, gate and up, down. Each distinct expert of the rows is read once.
+
+The shared expert is slot 0 beside the chosen experts, in its own format and in the same launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onebox.kernels import configs
+from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, row_tile
+from onebox.kernels.linear_ref import AnyWeight, Residual
+from onebox.kernels.moe_ref import Routing
+from onebox.kernels.tile import (
+    BF16,
+    add_to_residual,
+    inverse_rms,
+    last_of,
+    launch_next,
+    prefetch_rows,
+    scale_rows,
+    times_rows,
+    wait_previous,
+)
+
+ROUTE_TILE = 16
+
+
+@triton.jit
+def _route_kernel(
+    x_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr, count_ptr,
+    partial_ptr, counter_ptr, E,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    n = tile * BN + tl.arange(0, BN)
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    wide: tl.constexpr = EXPERTS + BN  # a partial row: every expert's logit, then the shared expert's gate
+    start = split * (H // SPLITS)
+    end = start + H // SPLITS
+    wait_previous(PDL)
+    if tile * BN < E:
+        rows = tl.minimum(n, E - 1)
+        acc = times_rows(
+            router_ptr, router_ptr, rows, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES
+        )
+        column = n
+    else:
+        acc = times_rows(
+            gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES
+        )
+        column = EXPERTS + tl.arange(0, BN)
+    where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
+    tl.store(where, acc, mask=(column < wide)[:, None] & x_mask[None, :])
+    if last_of(counter_ptr, tl.num_programs(0)):
+        e = tl.arange(0, EXPERTS)
+        mask = x_mask[:, None] & (e < E)[None, :]
+        logits = tl.zeros([T, EXPERTS], tl.float32)
+        gate = tl.zeros([T], tl.float32)
+        for s in tl.static_range(SPLITS):
+            row = partial_ptr + (s * T + xt) * wide
+            logits += tl.load(row[:, None] + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+            gate += tl.load(row + EXPERTS, mask=x_mask, other=0.0, cache_modifier=".cg")
+        rms = inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)
+        left = tl.where((e < E)[None, :], logits * rms[:, None], float("-inf"))
+        best = tl.max(left, axis=1)
+        total = tl.zeros([T], tl.float32)
+        weight = tl.zeros([T, EXPERTS], tl.float32)
+        for _ in tl.static_range(TOP_K):
+            top, index = tl.max(left, axis=1, return_indices=True)
+            share = tl.exp(top - best)
+            pick = e[None, :] == index[:, None]
+            weight = tl.where(pick & x_mask[:, None], share[:, None], weight)
+            left = tl.where(pick, float("-inf"), left)
+            total += share
+        weight = weight / total[:, None]
+        met = tl.max((weight > 0).to(tl.int32), axis=0)
+        slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
+        tl.store(expert_ptr + slot, e, mask=met > 0)
+        tl.store(count_ptr, 1 + tl.sum(met, axis=0))
+        tl.store(
+            weight_ptr + slot[None, :] * n_rows + xt[:, None], weight, mask=(met > 0)[None, :] & x_mask[:, None]
+        )
+        tl.store(weight_ptr + xt, tl.sigmoid(gate * rms), mask=x_mask)
+
+
+def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: float, workspace: Workspace) -> Routing:
+    """Router logits of norm(h), the best `top_k` renormalised, the shared gate, and the list of experts met."""
+    rows, width = h.x.shape
+    n_experts, c, device = router.shape[0], configs.config("route", h.x.device), h.x.device
+    cap = 1 + min(n_experts, rows * top_k)
+    out = Routing(
+        torch.empty(cap, rows, dtype=torch.float32, device=device),
+        torch.empty(cap, dtype=torch.int32, device=device),
+        torch.empty(1, dtype=torch.int32, device=device),
+    )
+    tiles = triton.cdiv(n_experts, c.block_n) + 1
+    step = 128 if width % 128 == 0 else width
+    parts = configs.splits(tiles, width // step, device, c.programs) if width % 128 == 0 else 1
+    _route_kernel[(tiles * parts,)](
+        h.scaled, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight, out.expert, out.count,
+        workspace.partial, workspace.counters, n_experts,
+        H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
+        EXPERTS=max(triton.next_power_of_2(n_experts), 16), TOP_K=top_k, SPLITS=parts, BN=c.block_n, BK=128,
+        STAGES=c.stages, **launch(device, c.warps),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _gate_up_tile(
+    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    r = tl.arange(0, BN)
+    rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+    acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
+    share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
+    y = tl.where((share > 0)[None, :], gate * tl.sigmoid(gate) * up * share[None, :], 0.0)
+    n = tile * (BN // 2) + tl.arange(0, BN // 2)
+    where = out_ptr + (slot * n_rows + xt[None, :]) * I + n[:, None]
+    tl.store(where, y.to(out_ptr.dtype.element_ty), mask=(n < I)[:, None] & x_mask[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
+    q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
+    H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, OUT_I: tl.constexpr, PARTS: tl.constexpr,
+    T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    pid = tl.program_id(0)
+    shared_tiles: tl.constexpr = (SHARED_I * 2 + BN - 1) // BN
+    tiles: tl.constexpr = (I * 2 + BN - 1) // BN
+    if pid < shared_tiles:
+        if PREFETCH:
+            r = tl.arange(0, BN)
+            ahead = tl.minimum(pid * (BN // 2) + r // 2, SHARED_I - 1) + (r % 2) * SHARED_I
+            prefetch_rows(shared_q_ptr, ahead, H, SHARED_FORMAT, PREFETCH)
+        wait_previous(PDL)
+        _gate_up_tile(
+            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, pid, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows,
+            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES,
+        )  # fmt: skip
+    else:
+        wait_previous(PDL)
+        slot, tile = 1 + (pid - shared_tiles) // tiles, (pid - shared_tiles) % tiles
+        if slot < tl.load(count_ptr):
+            # int64: expert * stride passes 2**31 for 16-bit experts
+            expert = tl.load(expert_ptr + slot).to(tl.int64)
+            _gate_up_tile(
+                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile, x_ptr,
+                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES,
+            )  # fmt: skip
+
+
+def gate_up(h: Residual, routing: Routing, w: AnyWeight, shared: AnyWeight, eps: float) -> Tensor:
+    """SiLU(gate) * up of norm(h) for every slot, times the slot's weight: [slots, T, I]; rows not routed there are 0.
+
+    w [E, 2I, H] (gate rows before up rows), shared [2I, H]. Slots past `routing.count` are not written.
+    """
+    rows, width = h.x.shape
+    a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device)
+    inner, shared_inner = a.n // 2, b.n // 2
+    assert inner == shared_inner, "the shared expert is as wide as a routed one"
+    cap = routing.weight.shape[0]
+    out = torch.empty(cap, rows, inner, dtype=h.x.dtype, device=h.x.device)
+    grid = (triton.cdiv(b.n, c.block_n) + (cap - 1) * triton.cdiv(a.n, c.block_n),)
+    _gate_up_kernel[grid](
+        h.scaled, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert, routing.count, out,
+        a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0), b.q, b.scale, b.extra,
+        H=width, I=inner, SHARED_I=shared_inner, OUT_I=inner, PARTS=triton.next_power_of_2(h.squares.shape[0]),
+        T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format,
+        ASM=inline_asm(h.x), STAGES=c.stages, PREFETCH=c.prefetch, **launch(h.x.device, c.warps),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _down_kernel(
+    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows,
+    q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
+    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    tiles: tl.constexpr = (H + BN - 1) // BN
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    n = tile * BN + tl.arange(0, BN)
+    n_mask = n < H
+    rows = tl.minimum(n, H - 1)
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    mask = n_mask[:, None] & x_mask[None, :]
+    where = partial_ptr + xt[None, :] * H + n[:, None]
+    if slot == 0:
+        prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
+    wait_previous(PDL)
+    count = tl.load(count_ptr)
+    if slot < count:
+        x = y_ptr + slot * n_rows * I
+        if slot == 0:
+            acc = times_rows(
+                shared_q_ptr, shared_s_ptr, rows, x, I, xt, x_mask, 0, I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES
+            )
+            acc = scale_rows(acc, shared_s_ptr, shared_g_ptr, rows, SHARED_FORMAT)
+        else:
+            expert = tl.load(expert_ptr + slot).to(tl.int64)
+            s, g = s_ptr + expert * s_stride, g_ptr + expert * g_stride
+            acc = times_rows(
+                q_ptr + expert * q_stride, s, rows, x, I, xt, x_mask, 0, I, I, T, BN, BK, FORMAT, ASM, STAGES
+            )
+            acc = scale_rows(acc, s, g, rows, FORMAT)
+        tl.store(where + slot * n_rows * H, acc, mask=mask)
+        if last_of(counter_ptr + tile, count):
+            total = tl.zeros([BN, T], tl.float32)
+            for first in range(0, count, 8):  # slots in order; loads of eight in flight
+                for i in tl.static_range(8):
+                    here = mask & ((xt * 0 + (first + i)) < count)[None, :]
+                    total += tl.load(where + (first + i) * n_rows * H, mask=here, other=0.0, cache_modifier=".cg")
+            add_to_residual(
+                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, H
+            )
+
+
+def down(
+    y: Tensor, routing: Routing, w: AnyWeight, shared: AnyWeight, h: Residual, norm: Tensor, workspace: Workspace
+) -> Residual:
+    """h + the sum over slots of y[slot] w[slot]^T, in slot order, ahead of a norm with weight `norm`.
+
+    y [slots, T, I] already weighted, w [E, H, I], shared [H, I].
+    """
+    cap, rows, inner = y.shape
+    a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device)
+    tiles = triton.cdiv(a.n, c.block_n)
+    out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
+    _down_kernel[(tiles * cap,)](
+        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.squares, workspace.partial,
+        workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
+        b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, PREFETCH=c.prefetch,
+        **launch(y.device, c.warps),
+    )  # fmt: skip
+    return out
