@@ -7,6 +7,8 @@ Hv / Hk consecutive value heads; all arithmetic is fp32.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -133,3 +135,67 @@ def apply_rows_ref(state: Tensor, pending: tuple[Tensor, Tensor, Tensor, Tensor]
             state,
         )
     return state
+
+
+@dataclass(frozen=True)
+class WindowWeights:
+    """What a window needs beside its projections."""
+
+    conv: Tensor  # [C, 4]
+    dt_bias: Tensor  # [Hv] fp32
+    a_log: Tensor  # [Hv] fp32
+    norm: Tensor  # [Dv]
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """Slots of one layer: the state before the pending window, that window's rows, and the convolution's inputs."""
+
+    s: Tensor  # [n_slots, Hv, Dk, Dv] fp32
+    k: Tensor  # [n_slots, W, Hk, Dk]
+    v: Tensor  # [n_slots, W, Hv, Dv]
+    g: Tensor  # [n_slots, W, Hv] fp32
+    beta: Tensor  # [n_slots, W, Hv] fp32
+    conv: Tensor  # [n_slots, 3 + W, C]
+
+
+def window_ref(
+    mixed: Tensor,
+    w: WindowWeights,
+    state: WindowState,
+    query_start: Tensor,
+    state_slot: Tensor,
+    commit: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    """A whole decode window, one sequence after another. mixed [T, C + Hv Dv + 2 Hv] -> [T, Hv Dv]; `state` moves.
+
+    A row of `mixed` is qkv before the convolution, then z, b and a. A sequence with context_len 0 starts from zeros.
+    """
+    _, hv, dk, dv = state.s.shape
+    hk, channels = state.k.shape[2], state.conv.shape[2]
+    out = torch.empty(mixed.shape[0], hv * dv, dtype=mixed.dtype, device=mixed.device)
+    for b, slot in enumerate(state_slot.tolist()):
+        start, end, n = int(query_start[b]), int(query_start[b + 1]), int(commit[b])
+        qkv, z, b_in, a_in = mixed[start:end].split((channels, hv * dv, hv, hv), dim=-1)
+        history = state.conv[slot, n : n + 3].clone()
+        s = apply_rows_ref(
+            state.s[slot, None], (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None]),
+            commit[b, None],
+        )[0]  # fmt: skip
+        if int(context_len[b]) == 0:
+            history, s = torch.zeros_like(history), torch.zeros_like(s)
+        q, k, v = causal_conv_ref(qkv, history, w.conv).split((hk * dk, hk * dk, hv * dv), dim=-1)
+        q, k = (l2_normalize_ref(x.unflatten(-1, (hk, dk))) for x in (q, k))
+        v = v.unflatten(-1, (hv, dv))
+        beta, g = b_in.float().sigmoid(), -w.a_log.float().exp() * F.softplus(a_in.float() + w.dt_bias.float())
+        o, _ = delta_rule_recurrent_ref(q, k, v, g, beta, s)
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * w.norm.float()
+        out[start:end] = (o * F.silu(z.float()).unflatten(-1, (hv, dv))).flatten(1).to(out.dtype)
+        rows = end - start
+        state.s[slot] = s
+        state.k[slot, :rows], state.v[slot, :rows] = k.to(state.k.dtype), v.to(state.v.dtype)
+        state.g[slot, :rows], state.beta[slot, :rows] = g, beta
+        state.conv[slot, :3], state.conv[slot, 3 : 3 + rows] = history, qkv.to(state.conv.dtype)
+    return out
