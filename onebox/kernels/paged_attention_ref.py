@@ -46,3 +46,38 @@ def paged_attention_ref(
         attended = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
         out[start:end] = torch.where(mask.any(-1)[:, None, None], attended.transpose(0, 1), 0.0)
     return out
+
+
+def gated_attention_ref(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: tuple[Tensor, Tensor],
+    pages: Tensor,
+    page_table: Tensor,
+    kv_slot: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    max_query: int,
+    n_heads: int,
+    eps: float,
+    kv_start: int = 0,
+) -> Tensor:
+    """Head norms, rotary positions, KV write, attention and output gate. qkv [T, 2 H D + 2 Hkv D] -> [T, H D]."""
+    n_kv, d = pages.shape[3:]
+    half = rope[0].shape[-1]
+    q, k, v = qkv.split((2 * n_heads * d, n_kv * d, n_kv * d), dim=-1)
+    q, gate = q.unflatten(-1, (n_heads, 2, d)).unbind(-2)
+    k, v = k.unflatten(-1, (n_kv, d)), v.unflatten(-1, (n_kv, d))
+
+    def turned(x: Tensor, norm: Tensor) -> Tensor:
+        y = x.float()
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + norm.float())).to(x.dtype).float()
+        cos, sin = (r.float() for r in rope)
+        a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+
+    write_kv_ref(turned(k, k_norm), v, pages, kv_slot)
+    starts = [int(s) for s in query_start]
+    out = paged_attention_ref(turned(q, q_norm), pages, page_table, positions, starts, kv_start)
+    return (out.float() * gate.float().sigmoid()).to(qkv.dtype).flatten(-2)

@@ -1,0 +1,201 @@
+"""Decode attention over KV pages: head norms, rotary positions and KV write in one launch, then split attention.
+
+A sequence's pages are read once for all its query heads and window rows. They are cut into chunks by the sequence's own
+length alone, and chunks are merged in order: a row's sums do not depend on its neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onebox.kernels import configs
+from onebox.kernels.linear import Workspace, launch
+from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.tile import launch_next, wait_previous
+
+MAX_CHUNKS = 128
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr, qkv_stride, q_ptr, pages_ptr, kv_slot_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    t, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, D)
+    wait_previous(PDL)
+    slot = tl.load(kv_slot_ptr + t).to(tl.int64)
+    row = qkv_ptr + t * qkv_stride
+    if head < HQ + HKV:
+        is_q = head < HQ
+        source = row + tl.where(is_q, head * 2 * D, HQ * 2 * D + (head - HQ) * D)
+        norm_ptr = q_norm_ptr if is_q else k_norm_ptr
+        other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))  # the rotation's partner dimension
+        x, y = tl.load(source + d).to(tl.float32), tl.load(source + other).to(tl.float32)
+        rms = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
+        dtype = q_ptr.dtype.element_ty
+        x = (x * rms * (1.0 + tl.load(norm_ptr + d).to(tl.float32))).to(dtype).to(tl.float32)
+        y = (y * rms * (1.0 + tl.load(norm_ptr + other).to(tl.float32))).to(dtype).to(tl.float32)
+        turn = t * HALF + d % HALF
+        cos = tl.load(cos_ptr + turn, mask=d < 2 * HALF, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + turn, mask=d < 2 * HALF, other=0.0).to(tl.float32)
+        x = x * cos + tl.where(d < HALF, -y, y) * sin
+        if is_q:
+            tl.store(q_ptr + (t * HQ + head) * D + d, x.to(dtype))
+        else:
+            at = (slot // PAGE * 2 * PAGE + slot % PAGE) * HKV + head - HQ
+            tl.store(pages_ptr + at * D + d, x.to(pages_ptr.dtype.element_ty))
+    else:
+        v = tl.load(row + HQ * 2 * D + (head - HQ) * D + d)
+        at = ((slot // PAGE * 2 + 1) * PAGE + slot % PAGE) * HKV + head - HQ - HKV
+        tl.store(pages_ptr + at * D + d, v.to(pages_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _pages_a_chunk(n_pages, CHUNKS: tl.constexpr):
+    """Least power of two that cuts a sequence's pages into at most CHUNKS chunks."""
+    size = 1
+    while size * CHUNKS < n_pages:
+        size *= 2
+    return size
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr, pages_ptr, page_table_ptr, n_table, positions_ptr, query_start_ptr, kv_start, partial_ptr, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    chunk, hkv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = HQ // HKV
+    wait_previous(PDL)
+    first, end = tl.load(query_start_ptr + b).to(tl.int32), tl.load(query_start_ptr + b + 1).to(tl.int32)
+    if first < end:
+        length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
+        n_pages = (length + PAGE - 1) // PAGE
+        size = _pages_a_chunk(n_pages, CHUNKS)
+        if chunk * size < n_pages:
+            m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, PAGE)
+            t = first + m // G
+            head = hkv * G + m % G
+            live = t < end
+            position = tl.load(positions_ptr + t, mask=live, other=-1).to(tl.int32)
+            q = tl.load(q_ptr + (t * HQ + head)[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+            best = tl.full([M], float("-inf"), tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, D], tl.float32)
+            for p in tl.range(chunk * size, tl.minimum((chunk + 1) * size, n_pages), num_stages=STAGES):
+                page = tl.load(page_table_ptr + b * n_table + p).to(tl.int64)
+                entry = p * PAGE + e
+                inside = (entry < length) & (entry >= kv_start)
+                # int64: page * stride passes 2**31 at 256k tokens
+                k_at = pages_ptr + (page * 2 * PAGE * HKV + hkv) * D
+                k = tl.load(k_at + e[None, :] * (HKV * D) + d[:, None], mask=inside[None, :], other=0.0)
+                v_at = k_at + PAGE * HKV * D
+                v = tl.load(v_at + e[:, None] * (HKV * D) + d[None, :], mask=inside[:, None], other=0.0)
+                s = tl.dot(q, k.to(q.dtype)) * scale
+                s = tl.where(inside[None, :] & (entry[None, :] <= position[:, None]), s, float("-inf"))
+                top = tl.maximum(best, tl.max(s, axis=1))
+                safe = tl.where(top == float("-inf"), 0.0, top)  # a row that may not see anything yet
+                w = tl.exp2(s - safe[:, None])
+                keep = tl.exp2(best - safe)
+                total = total * keep + tl.sum(w, axis=1)
+                acc = tl.dot(w.to(q.dtype), v.to(q.dtype), acc * keep[:, None])
+                best = top
+            at = ((t * HQ + head) * CHUNKS + chunk) * (D + 2)
+            tl.store(partial_ptr + at[:, None] + d[None, :], acc, mask=live[:, None])
+            tl.store(partial_ptr + at + D, best, mask=live)
+            tl.store(partial_ptr + at + D + 1, total, mask=live)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_ptr, qkv_ptr, qkv_stride, out_ptr, positions_ptr, query_start_ptr, n_sequences,
+    HQ: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    t, head = tl.program_id(0), tl.program_id(1)
+    d, c, sequence = tl.arange(0, D), tl.arange(0, BLOCK), tl.arange(0, SEQUENCES)
+    wait_previous(PDL)
+    ends = tl.load(query_start_ptr + 1 + sequence, mask=sequence < n_sequences, other=2**30).to(tl.int32)
+    end = tl.min(tl.where(ends > t, ends, 2**30), axis=0)
+    length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
+    n_pages = (length + PAGE - 1) // PAGE
+    size = _pages_a_chunk(n_pages, CHUNKS)
+    n_chunks = (n_pages + size - 1) // size
+    row = partial_ptr + (t * HQ + head) * CHUNKS * (D + 2)
+    best = float("-inf")
+    total = 0.0
+    acc = tl.zeros([D], tl.float32)
+    for first in range(0, n_chunks, BLOCK):
+        at = row + (first + c) * (D + 2)
+        here = first + c < n_chunks
+        tops = tl.load(at + D, mask=here, other=float("-inf"))
+        top = tl.maximum(best, tl.max(tops, axis=0))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        w = tl.exp2(tops - safe)
+        keep = tl.exp2(best - safe)
+        sums = tl.load(at + D + 1, mask=here, other=0.0)
+        values = tl.load(at[:, None] + d[None, :], mask=here[:, None], other=0.0)
+        total = total * keep + tl.sum(sums * w, axis=0)
+        acc = acc * keep + tl.sum(values * w[:, None], axis=0)
+        best = top
+    gate = tl.load(qkv_ptr + t * qkv_stride + head * 2 * D + D + d).to(tl.float32)
+    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0) * tl.sigmoid(gate)
+    tl.store(out_ptr + (t * HQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
+
+
+def gated_attention(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: tuple[Tensor, Tensor],
+    pages: Tensor,
+    page_table: Tensor,
+    kv_slot: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    max_query: int,
+    n_heads: int,
+    eps: float,
+    workspace: Workspace,
+    kv_start: int = 0,
+) -> Tensor:
+    """Everything between an attention layer's projections: [T, H D], already gated.
+
+    qkv [T, 2 H D + 2 Hkv D] holds each head's query and gate, then keys, then values; rope = cos, sin [T, 1, half];
+    pages [P, 2, PAGE_SIZE, Hkv, D] get the rows' keys and values first. Entries below `kv_start` are never read. Rows of
+    a sequence rise in position; at most `max_query` of them.
+    """
+    rows, (n_kv, d) = qkv.shape[0], pages.shape[3:]
+    cos, sin = rope
+    device, batch = qkv.device, page_table.shape[0]
+    c = configs.config("attention", device)
+    q = torch.empty(rows, n_heads, d, dtype=qkv.dtype, device=device)
+    out = torch.empty(rows, n_heads * d, dtype=qkv.dtype, device=device)
+    _rotate_kernel[(rows, n_heads + 2 * n_kv)](
+        qkv, qkv.stride(0), q, pages, kv_slot, cos, sin, q_norm, k_norm, eps,
+        HQ=n_heads, HKV=n_kv, D=d, HALF=cos.shape[-1], PAGE=PAGE_SIZE, **launch(device, 2),
+    )  # fmt: skip
+    chunks = min(MAX_CHUNKS, page_table.shape[1])
+    chunks = triton.next_power_of_2(chunks)
+    needed = rows * n_heads * chunks * (d + 2)
+    assert needed <= workspace.partial.numel(), f"workspace holds {workspace.partial.numel()} of {needed} floats"
+    tile = max(16, triton.next_power_of_2(max_query * (n_heads // n_kv)))
+    _attend_kernel[(chunks, n_kv, batch)](
+        q, pages, page_table, page_table.shape[1], positions, query_start, kv_start, workspace.partial,
+        d**-0.5 * 1.4426950408889634,
+        HQ=n_heads, HKV=n_kv, D=d, M=tile, PAGE=PAGE_SIZE, CHUNKS=chunks, STAGES=c.stages, **launch(device, c.warps),
+    )  # fmt: skip
+    _merge_kernel[(rows, n_heads)](
+        workspace.partial, qkv, qkv.stride(0), out, positions, query_start, batch,
+        HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16),
+        SEQUENCES=triton.next_power_of_2(batch), **launch(device, 4),
+    )  # fmt: skip
+    return out
