@@ -33,7 +33,7 @@ _DEFAULT: Mapping[str, Config] = {
     "gate_up": Config(),
     "down": Config(),
     "head": Config(block_n=128, stages=3),
-    "gated_delta": Config(block_n=128, warps=8, stages=1),
+    "gated_delta": Config(block_n=128, warps=16, stages=1),
     "attention": Config(warps=4, stages=2),
 }
 TABLE: dict[str, dict[str, Config]] = {
