@@ -6,9 +6,10 @@ A configuration never depends on the number of rows: a row's sums run in the sam
 from __future__ import annotations
 
 import functools
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -26,23 +27,24 @@ class Config:
     prefetch: bool = False
 
 
-_DEFAULT: Mapping[str, Config] = {
-    "linear": Config(),
-    "linear_add": Config(),
-    "route": Config(block_n=16, stages=3, programs=1),
-    "gate_up": Config(),
-    "down": Config(),
-    "head": Config(block_n=128, stages=3),
-    "gated_delta": Config(block_n=128, warps=16, stages=1),
-    "attention": Config(warps=4, stages=2),
-}
-TABLE: dict[str, dict[str, Config]] = {
-    "sm80": dict(_DEFAULT),
-    "sm86": dict(_DEFAULT),
-    "sm90": dict(_DEFAULT),
-    "sm100": dict(_DEFAULT),
-    "sm120": dict(_DEFAULT),
-}
+PATH = Path(__file__).with_name("configs.json")
+
+
+def load(path: Path = PATH) -> dict[str, dict[str, Config]]:
+    """Family -> kernel or kernel@hidden-width -> Config. A family's entries override those of 'default'."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    return {name: {kernel: Config(**values) for kernel, values in row.items()} for name, row in table.items()}
+
+
+def save(table: dict[str, dict[str, Config]], path: Path = PATH) -> None:
+    rows = {
+        name: {kernel: {k: v for k, v in asdict(c).items() if v != getattr(Config(), k)} for kernel, c in row.items()}
+        for name, row in table.items()
+    }
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+TABLE = load()
 
 
 @functools.cache
@@ -65,14 +67,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def config(kernel: str, device: torch.device) -> Config:
-    return TABLE[family(device)][kernel]
+def config(kernel: str, device: torch.device, width: int = 0) -> Config:
+    """The entry of `kernel` for a model of hidden size `width`, else of any model, else the default family's."""
+    for row in (TABLE.get(family(device), {}), TABLE["default"]):
+        for key in (f"{kernel}@{width}", kernel):
+            if key in row:
+                return row[key]
+    raise KeyError(kernel)
 
 
-def override(device: torch.device, kernel: str, **changes: int | bool) -> None:
+def override(device: torch.device, kernel: str, width: int, **changes: int | bool) -> None:
     """Change one entry of the running process's table: for tuning."""
-    row = TABLE[family(device)]
-    row[kernel] = replace(row[kernel], **changes)  # type: ignore[arg-type]
+    new = replace(config(kernel, device, width), **changes)  # type: ignore[arg-type]
+    TABLE.setdefault(family(device), {})[f"{kernel}@{width}" if width else kernel] = new
 
 
 def pdl(device: torch.device) -> bool:

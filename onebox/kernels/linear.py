@@ -198,7 +198,7 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     rows, width = h.x.shape
     a, b = Packed.of(w), Packed.of(w if tail is None else tail)
     n2 = 0 if tail is None else b.n
-    c = configs.config("linear", h.x.device)
+    c = configs.config("linear", h.x.device, width)
     out = torch.empty(rows, a.n + n2, dtype=h.x.dtype, device=h.x.device)
     grid = (triton.cdiv(a.n, c.block_n) + triton.cdiv(n2, c.block_n),)
     _project_kernel[grid](
@@ -247,7 +247,7 @@ def _project_add_kernel(
 def project_add(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, workspace: Workspace) -> Residual:
     """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K]. K is summed in parts of fixed order."""
     rows = y.shape[0]
-    a, c = Packed.of(w), configs.config("linear_add", y.device)
+    a, c = Packed.of(w), configs.config("linear_add", y.device, w.shape[-2])
     tiles = triton.cdiv(a.n, c.block_n)
     parts = configs.splits(tiles, a.k // a.step, y.device, c.programs) if a.k % a.step == 0 else 1
     out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)

@@ -5,8 +5,6 @@ The shared expert is slot 0 beside the chosen experts, in its own format and in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -54,9 +52,7 @@ def _route_kernel(
         )
         column = n
     else:
-        acc = times_rows(
-            gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES
-        )
+        acc = times_rows(gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES)
         column = EXPERTS + tl.arange(0, BN)
     where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
     tl.store(where, acc, mask=(column < wide)[:, None] & x_mask[None, :])
@@ -86,16 +82,14 @@ def _route_kernel(
         slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
         tl.store(expert_ptr + slot, e, mask=met > 0)
         tl.store(count_ptr, 1 + tl.sum(met, axis=0))
-        tl.store(
-            weight_ptr + slot[None, :] * n_rows + xt[:, None], weight, mask=(met > 0)[None, :] & x_mask[:, None]
-        )
+        tl.store(weight_ptr + slot[None, :] * n_rows + xt[:, None], weight, mask=(met > 0)[None, :] & x_mask[:, None])
         tl.store(weight_ptr + xt, tl.sigmoid(gate * rms), mask=x_mask)
 
 
 def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: float, workspace: Workspace) -> Routing:
     """Router logits of norm(h), the best `top_k` renormalised, the shared gate, and the list of experts met."""
     rows, width = h.x.shape
-    n_experts, c, device = router.shape[0], configs.config("route", h.x.device), h.x.device
+    n_experts, c, device = router.shape[0], configs.config("route", h.x.device, width), h.x.device
     cap = 1 + min(n_experts, rows * top_k)
     out = Routing(
         torch.empty(cap, rows, dtype=torch.float32, device=device),
@@ -176,7 +170,7 @@ def gate_up(h: Residual, routing: Routing, w: AnyWeight, shared: AnyWeight, eps:
     w [E, 2I, H] (gate rows before up rows), shared [2I, H]. Slots past `routing.count` are not written.
     """
     rows, width = h.x.shape
-    a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device)
+    a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device, width)
     inner, shared_inner = a.n // 2, b.n // 2
     assert inner == shared_inner, "the shared expert is as wide as a routed one"
     cap = routing.weight.shape[0]
@@ -218,7 +212,22 @@ def _down_kernel(
         x = y_ptr + slot * n_rows * I
         if slot == 0:
             acc = times_rows(
-                shared_q_ptr, shared_s_ptr, rows, x, I, xt, x_mask, 0, I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES
+                shared_q_ptr,
+                shared_s_ptr,
+                rows,
+                x,
+                I,
+                xt,
+                x_mask,
+                0,
+                I,
+                I,
+                T,
+                BN,
+                SHARED_BK,
+                SHARED_FORMAT,
+                ASM,
+                STAGES,
             )
             acc = scale_rows(acc, shared_s_ptr, shared_g_ptr, rows, SHARED_FORMAT)
         else:
@@ -248,7 +257,7 @@ def down(
     y [slots, T, I] already weighted, w [E, H, I], shared [H, I].
     """
     cap, rows, inner = y.shape
-    a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device)
+    a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device, h.x.shape[1])
     tiles = triton.cdiv(a.n, c.block_n)
     out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
     _down_kernel[(tiles * cap,)](

@@ -1,0 +1,298 @@
+"""Each decode kernel alone, against its own bytes: chained over a model's layers, so that nothing stays in L2.
+
+python -m onebox.bench.kernels --shape qwen3.5-122b-a10b --build hybrid --tune gate_up down
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onebox.bench.random_model import RandomModel, Rows, pages_each
+from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
+from onebox.kernels import configs, gated_delta, head, linear, moe, paged_attention
+from onebox.kernels.linear_ref import AnyWeight
+from onebox.ledger import BUILDS, SHAPES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kind of kernel: the calls of all layers, and the bytes one call must move."""
+
+    name: str
+    config: str
+    calls: tuple[Callable[[], object], ...]
+    n_bytes: float
+
+
+def weight_bytes(w: AnyWeight) -> int:
+    if isinstance(w, Tensor):
+        return w.numel() * w.element_size()
+    parts = (getattr(w, f.name) for f in fields(w))
+    return sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor))
+
+
+def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
+    """The kernels of a decode step on inputs that a real step gave them."""
+    spec, work, eps = model.spec, model.workspace, model.spec.norm_eps
+    rows = Rows.make(batch, 1, context, pages_each(context), spec.vocab, model.embedding.device)
+    angle = rows.positions.float()[:, None, None] * model.inv_freq
+    rope = angle.cos().bfloat16(), angle.sin().bfloat16()
+    h = linear.embed(rows.tokens, model.embedding, model.layers[0].mixer_norm)
+    gdn = [layer for layer in model.layers if layer.window is not None]
+    attention = [layer for layer in model.layers if layer.head_norms is not None]
+    routings = [moe.route(h, x.router, x.shared_gate, spec.top_k, eps, work) for x in model.layers]
+    slots = sum(float(r.count) for r in routings) / len(routings)
+    hidden = linear.normalize(h, eps)
+    first = model.layers[0]
+    z = moe.gate_up(h, routings[0], first.gate_up, first.shared_gate_up, eps)
+    one = 1 / spec.n_experts
+    out: list[Piece] = []
+
+    def add(name: str, config: str, calls: list[Callable[[], object]], n_bytes: float) -> None:
+        out.append(Piece(name, config, tuple(calls), n_bytes))
+
+    if gdn:
+        mixed = linear.project(h, gdn[0].project, None, eps)
+        y = torch.randn(batch, spec.gdn_value_width, device=h.x.device).bfloat16()
+        state_bytes = batch * spec.gdn_v_heads * spec.gdn_k_dim * spec.gdn_v_dim * 8
+        add(
+            "gdn project",
+            "linear",
+            [lambda x=x: linear.project(h, x.project, None, eps) for x in gdn],
+            weight_bytes(gdn[0].project),
+        )  # type: ignore[misc]
+        add(
+            "gdn window",
+            "gated_delta",
+            [
+                lambda x=x, s=s: gated_delta.window(
+                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len, eps, work
+                )  # type: ignore[misc]
+                for x, s in zip(gdn, model.states, strict=False)
+            ],
+            state_bytes,
+        )
+        add(
+            "gdn out",
+            "linear_add",
+            [lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, work) for x in gdn],
+            weight_bytes(gdn[0].out),
+        )  # type: ignore[misc]
+    if attention:
+        qkv = linear.project(h, attention[0].project, None, eps)
+        a = torch.randn(batch, spec.n_heads * spec.head_dim, device=h.x.device).bfloat16()
+        kv_bytes = batch * context * 4 * spec.n_kv_heads * spec.head_dim
+        add(
+            "attention project",
+            "linear",
+            [lambda x=x: linear.project(h, x.project, None, eps) for x in attention],
+            weight_bytes(attention[0].project),
+        )  # type: ignore[misc]
+        add(
+            "attention",
+            "attention",
+            [
+                lambda x=x, p=p: paged_attention.gated_attention(
+                    qkv,
+                    *x.head_norms,
+                    rope,
+                    p,
+                    rows.page_table,
+                    rows.kv_slot,
+                    rows.positions,
+                    rows.query_start,
+                    1,
+                    spec.n_heads,
+                    eps,
+                    work,
+                )  # type: ignore[misc]
+                for x, p in zip(attention, model.pages, strict=False)
+            ],
+            kv_bytes,
+        )
+        add(
+            "attention out",
+            "linear_add",
+            [lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm, work) for x in attention],
+            weight_bytes(attention[0].out),
+        )  # type: ignore[misc]
+    add(
+        "route",
+        "route",
+        [lambda x=x: moe.route(h, x.router, x.shared_gate, spec.top_k, eps, work) for x in model.layers],
+        weight_bytes(first.router),
+    )  # type: ignore[misc]
+    add(
+        "gate_up",
+        "gate_up",
+        [
+            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, x.shared_gate_up, eps)  # type: ignore[misc]
+            for x, r in zip(model.layers, routings, strict=True)
+        ],
+        weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_gate_up),
+    )
+    add(
+        "down",
+        "down",
+        [
+            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm, work)  # type: ignore[misc]
+            for x, r in zip(model.layers, routings, strict=True)
+        ],
+        weight_bytes(first.down) * one * (slots - 1) + weight_bytes(first.shared_down),
+    )
+    add("head", "head", [lambda: head.head(hidden, model.head, work, with_logits=False)] * 2, weight_bytes(model.head))
+    add(
+        "ends",
+        "head",
+        [lambda: linear.normalize(linear.embed(rows.tokens, model.embedding, first.mixer_norm), eps)],
+        0.0,
+    )
+    return out
+
+
+def time_piece(piece: Piece) -> float:
+    """Microseconds a call, edges included."""
+
+    def run() -> None:
+        for call in piece.calls:
+            call()
+
+    graph = capture(run)
+    return time_cuda(graph.replay, repeats=15).median_ms * 1e3 / len(piece.calls)
+
+
+def kernel_table(model: RandomModel, batch: int, context: int, copy_bytes_s: float) -> list[dict[str, Any]]:
+    lines = []
+    for piece in pieces(model, batch, context):
+        us, floor = time_piece(piece), piece.n_bytes / copy_bytes_s * 1e6
+        calls = len(piece.calls) if piece.name != "head" else 1
+        lines.append({
+            "bench": "kernel", "kernel": piece.name, "weights": "random", "batch": batch, "context": context,
+            "us": rounded(us), "floor_us": rounded(floor), "share": rounded(floor / us, 3), "calls": calls,
+            "us_a_step": rounded(us * calls), "config": asdict(configs.config(piece.config, model.embedding.device, model.spec.hidden)),
+        })  # fmt: skip
+    return lines
+
+
+def print_table(lines: list[dict[str, Any]]) -> None:
+    print(f"{'kernel':18s} {'us':>8s} {'floor':>7s} {'share':>6s} {'calls':>5s} {'us a step':>9s}")
+    for x in lines:
+        print(
+            f"{x['kernel']:18s} {x['us']:8.2f} {x['floor_us']:7.2f} {x['share']:6.2f} {x['calls']:5d} {x['us_a_step']:9.1f}"
+        )
+    print(f"{'sum':18s} {'':30s} {sum(x['us_a_step'] for x in lines):9.1f}", flush=True)
+
+
+CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
+    "linear": {"block_n": (32, 64, 128), "warps": (2, 4, 8), "stages": (3, 5), "prefetch": (False, True)},
+    "linear_add": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 5), "programs": (3, 6)},
+    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (3, 5)},
+    "gate_up": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (3, 5), "prefetch": (False, True)},
+    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 5), "prefetch": (False, True)},
+    "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4)},
+    "gated_delta": {"warps": (8, 16)},
+    "attention": {"warps": (4, 8), "stages": (1, 2)},
+}
+
+
+def candidates(kernel: str) -> list[dict[str, int | bool]]:
+    choices = CHOICES[kernel]
+    every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    return [c for c in every if c.get("block_n", 64) >= 16 * c.get("warps", 4)]
+
+
+def compile_candidates(shape: str, build: str, kernels: list[str], share: tuple[int, int], batch: int) -> None:
+    """Run every `share[1]`-th candidate once on one layer of each kind: fills Triton's cache, one process a share."""
+    device = torch.device("cuda", 0)
+    model = tiny(shape, build, batch, device)
+    width = model.spec.hidden
+    jobs = [(k, c) for k in kernels for c in candidates(k)]
+    for kernel, changes in jobs[share[0] :: share[1]]:
+        base = configs.config(kernel, device, width)
+        configs.override(device, kernel, width, **changes)
+        for piece in pieces(model, batch, 512):
+            if piece.config == kernel:
+                try:
+                    piece.calls[0]()
+                except Exception as error:
+                    print(f"{kernel} {changes}: {type(error).__name__}", flush=True)
+        torch.cuda.synchronize()
+        configs.override(device, kernel, width, **asdict(base))
+
+
+def tiny(shape: str, build: str, batch: int, device: torch.device) -> RandomModel:
+    """Four layers of a shape with few experts' worth of memory: same kernels, less to make."""
+    return RandomModel.make(SHAPES[shape], BUILDS[build], batch=batch, context=512, window=1, device=device, n_layers=4)
+
+
+def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_bytes_s: float) -> list[dict[str, Any]]:
+    """Time every candidate of each kernel; the best stays in the process's table."""
+    device, lines, width = model.embedding.device, [], model.spec.hidden
+    for kernel in kernels:
+        base, results = configs.config(kernel, device, width), []
+        for changes in candidates(kernel):
+            configs.override(device, kernel, width, **changes)
+            try:
+                us = {p.name: time_piece(p) for p in pieces(model, batch, context) if p.config == kernel and p.n_bytes}
+            except Exception as error:
+                print(f"{kernel} {changes}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                continue
+            results.append((sum(us.values()), changes, us))
+        results.sort(key=lambda r: r[0])
+        for total, changes, us in results[:4] + results[-1:]:
+            print(f"{kernel:12s} {total:8.2f} us {changes} { {k: round(v, 2) for k, v in us.items()} }", flush=True)
+        configs.override(device, kernel, width, **(asdict(base) | (results[0][1] if results else {})))
+        lines += [
+            {"bench": "tune", "kernel": kernel, "us": rounded(t), "choice": c, "batch": batch} for t, c, _ in results
+        ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.5-122b-a10b")
+    parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument(
+        "--tune", nargs="*", choices=sorted(CHOICES), help="time every candidate configuration of these"
+    )
+    parser.add_argument("--compile-share", type=int, nargs=2, metavar=("I", "N"), help="only compile candidates I of N")
+    parser.add_argument("--write", type=Path, help="where to write the table with the best choices")
+    parser.add_argument("--out", type=Path, default=Path("results/kernels.jsonl"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels: no CUDA device is visible; this benchmark measures one")
+    device, kernels = torch.device("cuda", 0), args.tune if args.tune else list(CHOICES)
+    if args.compile_share:
+        compile_candidates(args.shape, args.build, kernels, tuple(args.compile_share), args.batch)
+        return
+    copy = copy_bandwidth(device)
+    model = RandomModel.make(
+        SHAPES[args.shape], BUILDS[args.build], batch=args.batch, context=args.context, window=1, device=device,
+        n_layers=args.layers,
+    )  # fmt: skip
+    head_line = {"shape": args.shape, "build": args.build, "copy_tb_s": rounded(copy / 1e12)}
+    if args.tune is not None:
+        for line in tune(model, kernels, args.batch, args.context, copy):
+            append(args.out, line | head_line | environment(device))
+        if args.write:
+            configs.save(configs.TABLE, args.write)
+    table = kernel_table(model, args.batch, args.context, copy)
+    print_table(table)
+    for line in table:
+        append(args.out, line | head_line | environment(device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""A model of real shapes with random weights, made on the device, and its decode step.
+
+Statistics are healthy: weights of zero mean (nibbles too: a mean of -0.5 would send every token to the same experts) and
+variance 1 / K, so activations neither vanish nor explode and experts are spread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from onebox.kernels import gated_delta, head, linear, moe, paged_attention
+from onebox.kernels.fp8_ref import Fp8Weight
+from onebox.kernels.gated_delta_ref import WindowState, WindowWeights, window_ref
+from onebox.kernels.int4_ref import Int4Weight
+from onebox.kernels.int8_ref import Int8Weight
+from onebox.kernels.linear_ref import (
+    AnyWeight,
+    Residual,
+    dense_ref,
+    embed_ref,
+    normalize_ref,
+    normalized_ref,
+    project_add_ref,
+    project_ref,
+    residual_ref,
+)
+from onebox.kernels.moe_ref import route_slots_ref, slots_ref
+from onebox.kernels.nvfp4_ref import Nvfp4Weight
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
+from onebox.ledger import Build
+from onebox.model.spec import Spec
+
+GROUP = 128
+
+
+def random_weight(kind: str, *shape: int, device: torch.device) -> AnyWeight:
+    """A weight [..., N, K] of variance 1 / K in one of the ledger's formats."""
+    *lead, n, k = shape
+    std = k**-0.5
+
+    def scales(value: float, *size: int) -> Tensor:
+        return torch.empty(*lead, *size, device=device).uniform_(0.75 * value, 1.25 * value)
+
+    if kind == "bf16":
+        return torch.empty(*shape, dtype=torch.bfloat16, device=device).normal_(0, std)
+    if kind == "int8":
+        q = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+        return Int8Weight(q, scales(std / 73.3, n))
+    if kind == "fp8":
+        q = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 40).to(torch.float8_e4m3fn)
+        return Fp8Weight(q, scales(std / 40, -(-n // 128), -(-k // 128)))
+    q = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8, device=device)
+    if kind == "int4":
+        q = torch.where((q & 15) == 0, q | 8, q)  # nibbles 1..15 are -7..7
+        q = torch.where((q >> 4) == 0, q | 128, q)
+        return Int4Weight(q, scales(std / 4.32, n, k // GROUP).to(torch.bfloat16), None, GROUP)
+    assert kind == "nvfp4", kind
+    return Nvfp4Weight(q, scales(8.0, n, k // 16).to(torch.float8_e4m3fn), scales(std / 8 / 2.92))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer as the decode kernels take it: projections merged, the shared expert beside the routed ones."""
+
+    mixer_norm: Tensor
+    project: AnyWeight  # GDN: qkv, z, b, a rows; attention: q with gate, k, v rows
+    out: AnyWeight
+    window: WindowWeights | None  # GDN
+    head_norms: tuple[Tensor, Tensor] | None  # attention: q, k
+    mlp_norm: Tensor
+    router: Tensor
+    shared_gate: Tensor
+    gate_up: AnyWeight
+    down: AnyWeight
+    shared_gate_up: AnyWeight
+    shared_down: AnyWeight
+
+
+def random_layer(spec: Spec, build: Build, kind: str, device: torch.device) -> Layer:
+    h, i, e = spec.hidden, spec.expert_width, spec.n_experts
+    assert spec.shared_width == i, "the shared expert is as wide as a routed one"
+
+    def norm(n: int) -> Tensor:
+        return torch.empty(n, dtype=torch.bfloat16, device=device).normal_(0, 0.05)
+
+    if kind == "linear_attention":
+        n = spec.conv_channels + spec.gdn_value_width + 2 * spec.gdn_v_heads
+        hv = spec.gdn_v_heads
+        window = WindowWeights(
+            conv=torch.empty(spec.conv_channels, 4, dtype=torch.bfloat16, device=device).normal_(0, 0.5),
+            dt_bias=torch.empty(hv, device=device).uniform_(-4, 0),
+            a_log=torch.empty(hv, device=device).uniform_(0, math.log(16)),
+            norm=1 + norm(spec.gdn_v_dim),
+        )
+        project, out_k, norms, fmt = n, spec.gdn_value_width, None, build.gdn
+    else:
+        d = spec.head_dim
+        window, norms, fmt = None, (norm(d), norm(d)), build.attention
+        project, out_k = 2 * spec.n_heads * d + 2 * spec.n_kv_heads * d, spec.n_heads * d
+    return Layer(
+        mixer_norm=norm(h),
+        project=random_weight(fmt, project, h, device=device),
+        out=random_weight(fmt, h, out_k, device=device),
+        window=window,
+        head_norms=norms,
+        mlp_norm=norm(h),
+        router=torch.empty(spec.n_experts, h, dtype=torch.bfloat16, device=device).normal_(0, 2 * h**-0.5),
+        shared_gate=torch.empty(1, h, dtype=torch.bfloat16, device=device).normal_(0, h**-0.5),
+        gate_up=random_weight(build.experts, e, 2 * i, h, device=device),
+        down=random_weight(build.experts, e, h, i, device=device),
+        shared_gate_up=random_weight(build.shared, 2 * i, h, device=device),
+        shared_down=random_weight(build.shared, h, i, device=device),
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the step's rows stand; the step's last kernels move it on."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [B+1] int64
+    context_len: Tensor  # [B] int64
+    page_table: Tensor  # [B, P] int64
+    kv_slot: Tensor  # [T] int64
+    state_slot: Tensor  # [B] int64
+    commit: Tensor  # [B] int64
+
+    @classmethod
+    def make(cls, batch: int, window: int, context: int, n_pages_each: int, vocab: int, device: torch.device) -> Rows:
+        """`batch` sequences at `context` tokens with pages of their own (page 0 and slot 0 stay free)."""
+        table = 1 + torch.randperm(batch * n_pages_each, device=device).view(batch, n_pages_each)
+        position = (context + torch.arange(window, device=device)).repeat(batch)
+        sequence = torch.arange(batch, device=device).repeat_interleave(window)
+        return cls(
+            tokens=torch.randint(0, vocab, (batch * window,), device=device),
+            positions=position,
+            query_start=torch.arange(batch + 1, device=device) * window,
+            context_len=torch.full((batch,), context, device=device),
+            page_table=table,
+            kv_slot=table[sequence, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE,
+            state_slot=1 + torch.arange(batch, device=device),
+            commit=torch.ones(batch, dtype=torch.long, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """All layers, states, pages, embedding and head of one random model."""
+
+    spec: Spec
+    build: Build
+    layers: tuple[Layer, ...]
+    states: tuple[WindowState, ...]
+    pages: tuple[Tensor, ...]
+    embedding: Tensor
+    norm: Tensor
+    head: AnyWeight
+    inv_freq: Tensor
+    workspace: linear.Workspace
+
+    @classmethod
+    def make(
+        cls,
+        spec: Spec,
+        build: Build,
+        *,
+        batch: int,
+        context: int,
+        window: int,
+        device: torch.device,
+        n_layers: int | None = None,
+        experts: int | None = None,
+    ) -> RandomModel:
+        """A whole model, or its first `n_layers` layers with the first `experts` experts."""
+        torch.manual_seed(0)
+        spec = replace(spec, layer_types=spec.layer_types[:n_layers], n_experts=experts or spec.n_experts)
+        slots, hv, hk = batch + 1, spec.gdn_v_heads, spec.gdn_k_heads
+        n_pages = 1 + batch * pages_each(context)
+
+        def state() -> WindowState:
+            k = torch.randn(slots, window, hk, spec.gdn_k_dim, device=device)
+            return WindowState(
+                s=torch.randn(slots, hv, spec.gdn_k_dim, spec.gdn_v_dim, device=device) * 0.1,
+                k=(k / k.norm(dim=-1, keepdim=True)).bfloat16(),
+                v=torch.randn(slots, window, hv, spec.gdn_v_dim, device=device).bfloat16(),
+                g=-torch.rand(slots, window, hv, device=device),
+                beta=torch.rand(slots, window, hv, device=device),
+                conv=torch.randn(slots, 3 + window, spec.conv_channels, device=device).bfloat16(),
+            )
+
+        def kv() -> Tensor:
+            shape = (n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim)
+            return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+        half = spec.rope_dims // 2
+        return cls(
+            spec=spec,
+            build=build,
+            layers=tuple(random_layer(spec, build, kind, device) for kind in spec.layer_types),
+            states=tuple(state() for _ in range(spec.n_gdn_layers)),
+            pages=tuple(kv() for _ in range(spec.n_attention_layers)),
+            embedding=torch.empty(spec.vocab, spec.hidden, dtype=torch.bfloat16, device=device).normal_(),
+            norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
+            head=random_weight(build.head, spec.vocab, spec.hidden, device=device),
+            inv_freq=spec.rope_theta ** (-torch.arange(half, device=device) / half),
+            workspace=linear.Workspace.allocate(1 << 28, device),
+        )
+
+    def forward(self, rows: Rows, max_query: int, counts: list[Tensor] | None = None) -> Tensor:
+        """Hidden states [T, H] after the final norm. `counts` collects each layer's number of slots."""
+        spec, eps, work = self.spec, self.spec.norm_eps, self.workspace
+        angle = rows.positions.float()[:, None, None] * self.inv_freq
+        rope = angle.cos().bfloat16(), angle.sin().bfloat16()
+        h = linear.embed(rows.tokens, self.embedding, self.layers[0].mixer_norm)
+        gdn = attention = 0
+        for n, (kind, layer) in enumerate(zip(spec.layer_types, self.layers, strict=True)):
+            if kind == "linear_attention":
+                y = self.gdn_mixer(h, layer, self.states[gdn], rows)
+                gdn += 1
+            else:
+                y = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query)
+                attention += 1
+            h = linear.project_add(y, layer.out, h, layer.mlp_norm, work)
+            routing = moe.route(h, layer.router, layer.shared_gate, spec.top_k, eps, work)
+            if counts is not None:
+                counts.append(routing.count)
+            z = moe.gate_up(h, routing, layer.gate_up, layer.shared_gate_up, eps)
+            norm = self.layers[n + 1].mixer_norm if n + 1 < len(self.layers) else self.norm
+            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm, work)
+        return linear.normalize(h, eps)
+
+    def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> Tensor:
+        assert layer.window is not None
+        mixed = linear.project(h, layer.project, None, self.spec.norm_eps)
+        return gated_delta.window(
+            mixed, layer.window, state, rows.query_start, rows.state_slot, rows.commit, rows.context_len,
+            self.spec.norm_eps, self.workspace,
+        )  # fmt: skip
+
+    def attention_mixer(
+        self, h: Residual, layer: Layer, pages: Tensor, rows: Rows, rope: tuple[Tensor, Tensor], max_query: int
+    ) -> Tensor:
+        assert layer.head_norms is not None
+        qkv = linear.project(h, layer.project, None, self.spec.norm_eps)
+        return paged_attention.gated_attention(
+            qkv, *layer.head_norms, rope, pages, rows.page_table, rows.kv_slot, rows.positions, rows.query_start,
+            max_query, self.spec.n_heads, self.spec.norm_eps, self.workspace,
+        )  # fmt: skip
+
+    def step(self, rows: Rows) -> None:
+        """One greedy step of every sequence, k = 0; `rows` moves to the next position in place."""
+        best, _ = head.head(self.forward(rows, 1), self.head, self.workspace, with_logits=False)
+        rows.tokens.copy_(best)
+        rows.positions.add_(1)
+        rows.context_len.add_(1)
+        page = rows.page_table.gather(1, (rows.positions // PAGE_SIZE)[:, None])[:, 0]
+        rows.kv_slot.copy_(page * PAGE_SIZE + rows.positions % PAGE_SIZE)
+
+
+def pages_each(context: int, steps: int = 512) -> int:
+    """Pages a sequence needs from `context` on for a benchmark's steps."""
+    return -(-(context + steps) // PAGE_SIZE)
+
+
+def pick(w: AnyWeight, experts: Tensor) -> AnyWeight:
+    """Some experts of a stacked weight."""
+    if isinstance(w, Tensor):
+        return w[experts]
+    return replace(w, **{f.name: x[experts] for f in fields(w) if isinstance(x := getattr(w, f.name), Tensor)})
+
+
+def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
+    """`RandomModel.forward` through the references alone; states and pages move the same way."""
+    spec, eps = model.spec, model.spec.norm_eps
+    angle = rows.positions.float()[:, None, None] * model.inv_freq
+    rope = angle.cos().bfloat16(), angle.sin().bfloat16()
+    h = embed_ref(rows.tokens, model.embedding, model.layers[0].mixer_norm)
+    gdn = attention = 0
+    for n, (kind, layer) in enumerate(zip(spec.layer_types, model.layers, strict=True)):
+        mixed = project_ref(h, layer.project, None, eps)
+        if kind == "linear_attention":
+            assert layer.window is not None
+            y = window_ref(
+                mixed, layer.window, model.states[gdn], rows.query_start, rows.state_slot, rows.commit,
+                rows.context_len, eps,
+            )  # fmt: skip
+            gdn += 1
+        else:
+            assert layer.head_norms is not None
+            y = gated_attention_ref(
+                mixed, *layer.head_norms, rope, model.pages[attention], rows.page_table, rows.kv_slot, rows.positions,
+                rows.query_start, max_query, spec.n_heads, eps,
+            )  # fmt: skip
+            attention += 1
+        h = project_add_ref(y, layer.out, h, layer.mlp_norm)
+        normed = normalized_ref(h, eps)
+        routing = route_slots_ref(normed, layer.router, layer.shared_gate, spec.top_k)
+        met = routing.expert[1:].long()
+        local = replace(routing, expert=torch.arange(-1, met.numel(), device=met.device))
+        shared = dense_ref(layer.shared_gate_up), dense_ref(layer.shared_down)
+        moved = slots_ref(normed, local, dense_ref(pick(layer.gate_up, met)), dense_ref(pick(layer.down, met)), shared)
+        norm = model.layers[n + 1].mixer_norm if n + 1 < len(model.layers) else model.norm
+        h = residual_ref((h.x.float() + moved).to(h.x.dtype), norm)
+    return normalize_ref(h, eps)
+
+
+def relative_rms(got: Tensor, want: Tensor) -> float:
+    return float((got.float() - want.float()).square().mean().sqrt() / want.float().square().mean().sqrt())
+
+
+def check(shape_spec: Spec, build: Build, device: torch.device, batch: int = 2, window: int = 3) -> dict[str, float]:
+    """Four layers of a shape against the references: relative RMS of the hidden states and of what the layers keep."""
+    model = RandomModel.make(
+        shape_spec, build, batch=batch, context=200, window=window, device=device, n_layers=4, experts=32
+    )
+    other = replace(
+        model,
+        states=tuple(replace(s, **{f.name: getattr(s, f.name).clone() for f in fields(s)}) for s in model.states),
+        pages=tuple(p.clone() for p in model.pages),
+    )
+    rows = Rows.make(batch, window, 200, pages_each(200), model.spec.vocab, device)
+    errors = {"hidden": relative_rms(model.forward(rows, window), forward_ref(other, rows, window))}
+    for name in ("s", "k", "v", "g", "beta", "conv"):
+        got, want = (torch.stack([getattr(s, name).float() for s in m.states]) for m in (model, other))
+        errors[name] = relative_rms(got, want)
+    errors["pages"] = relative_rms(torch.stack(model.pages), torch.stack(other.pages))
+    return errors

@@ -1,0 +1,113 @@
+"""Results as JSON lines. Takes what a benchmark measured, adds commit, command, device and versions, appends to a file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over repeats."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+
+
+def time_cuda(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> Timing:
+    """Device time of `run`, one pair of events a repeat."""
+    for _ in range(warmup):
+        run()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    torch.cuda.synchronize()
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return Timing.of([float(start.elapsed_time(end)) for start, end in pairs])
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """`run` as a CUDA graph, after one eager run that compiles what it needs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def copy_bandwidth(device: torch.device, gigabytes: float = 4.0) -> float:
+    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
+    n = int(gigabytes * 1e9)
+    a, b = torch.empty(n, dtype=torch.uint8, device=device), torch.empty(n, dtype=torch.uint8, device=device)
+    a.random_()
+    timing = time_cuda(lambda: b.copy_(a), repeats=12)
+    return 2 * n / (timing.median_ms * 1e-3)
+
+
+def commit() -> str:
+    """The checkout's commit, with + when tracked files differ; 'unknown' outside a checkout."""
+    root = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+        dirty = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=root, capture_output=True)
+    except OSError:
+        return "unknown"
+    return head.stdout.strip() + ("+" if dirty.returncode == 1 else "") if head.returncode == 0 else "unknown"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Commit, command line, device and versions."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    try:
+        import triton
+    except ImportError:
+        pass
+    else:
+        versions["triton"] = triton.__version__
+    cuda = device.type == "cuda"
+    return {
+        "commit": commit(),
+        "command": "python -m " + shlex.join([_module(), *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "versions": versions,
+    }
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else sys.argv[0]
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add one line to `path`, which is made when absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, sort_keys=False) + "\n")
+
+
+def rounded(value: float, digits: int = 4) -> float:
+    """Significant digits for people; the spread says more than the tail."""
+    return float(f"{value:.{digits}g}")
