@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels_common import DEVICE, DTYPE, assert_close, rows
 
-from onebox.kernels import gated_delta, linear
+from onebox.kernels import gated_delta
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights, window_ref
 
 EPS = 1e-6
@@ -23,10 +23,6 @@ def weights() -> WindowWeights:
         a_log=rows(HV, seed=12, scale=0.5).float(),
         norm=1 + rows(DV, seed=13, scale=0.1),
     )
-
-
-def space() -> linear.Workspace:
-    return linear.Workspace.allocate(1 << 10, DEVICE)
 
 
 def state(n_slots: int = 5, poison: bool = True) -> WindowState:
@@ -53,7 +49,7 @@ def run_both(
     slot, commit, context = (torch.tensor(x, device=DEVICE) for x in (slots, commits, contexts))
     mixed = rows(sum(lengths), C + HV * DV + 2 * HV, seed=seed)
     a, b = copy(s), copy(s)
-    got = gated_delta.window(mixed, weights(), a, start, slot, commit, context, EPS, space())
+    got = gated_delta.window(mixed, weights(), a, start, slot, commit, context, EPS)
     want = window_ref(mixed, weights(), b, start, slot, commit, context, EPS)
     return got, want, a, b
 
@@ -107,7 +103,7 @@ def test_committing_every_row_of_a_window_equals_three_single_steps() -> None:
     def step(at: WindowState, first: int, end: int, commit: int) -> torch.Tensor:
         start = torch.tensor([0, end - first], device=DEVICE)
         return gated_delta.window(
-            mixed[first:end], w, at, start, slot, torch.tensor([commit], device=DEVICE), context, EPS, space()
+            mixed[first:end], w, at, start, slot, torch.tensor([commit], device=DEVICE), context, EPS
         )
 
     one, many = copy(s), copy(s)

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only the first layers: for a quick look, never for a claim")
     parser.add_argument("--table", action="store_true", help="time every kernel alone against its own bytes")
     parser.add_argument("--configs", type=Path, help="another launch table than the package's")
-    parser.add_argument("--no-pdl", action="store_true", help="without programmatic dependent launch")
+    parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with the references")
     parser.add_argument("--out", type=Path, default=Path("results/decode.jsonl"))
     args = parser.parse_args()
@@ -82,7 +82,8 @@ def main() -> None:
     spec, build = SHAPES[args.shape], BUILDS[args.build]
     if args.configs:
         configs.TABLE.update(configs.load(args.configs))
-    configs.set_pdl(not args.no_pdl)
+    if args.pdl is not None:
+        configs.set_pdl(args.pdl)
     if not args.no_check:
         errors = check(spec, build, device)
         print("relative RMS against the references:", {k: f"{v:.1e}" for k, v in errors.items()}, flush=True)

@@ -75,7 +75,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             "gated_delta",
             [
                 lambda x=x, s=s: gated_delta.window(
-                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len, eps, work
+                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len, eps
                 )  # type: ignore[misc]
                 for x, s in zip(gdn, model.states, strict=False)
             ],

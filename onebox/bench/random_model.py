@@ -239,7 +239,7 @@ class RandomModel:
         mixed = linear.project(h, layer.project, None, self.spec.norm_eps)
         return gated_delta.window(
             mixed, layer.window, state, rows.query_start, rows.state_slot, rows.commit, rows.context_len,
-            self.spec.norm_eps, self.workspace,
+            self.spec.norm_eps,
         )  # fmt: skip
 
     def attention_mixer(

@@ -18,11 +18,12 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: ke
 
 @dataclass(frozen=True)
 class Config:
-    """Rows of a weight tile, warps a program, loads in flight, programs a multiprocessor that splits aim at."""
+    """Rows of a weight tile, warps a program, loads in flight, scale groups an iteration, programs a multiprocessor that splits aim at."""
 
     block_n: int = 64
     warps: int = 4
     stages: int = 4
+    unroll: int = 1
     programs: int = 3
     prefetch: bool = False
 
@@ -82,16 +83,16 @@ def override(device: torch.device, kernel: str, width: int, **changes: int | boo
     TABLE.setdefault(family(device), {})[f"{kernel}@{width}" if width else kernel] = new
 
 
-def pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: Hopper and later."""
-    return _PDL[0] and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def pdl(device: torch.device) -> int:
+    """Programmatic dependent launch (Hopper and later): 0 off, 1 from a kernel's start, 2 before its last stores."""
+    return _PDL[0] if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9 else 0
 
 
-_PDL = [True]
+_PDL = [0]  # off: docs/log.md
 
 
-def set_pdl(on: bool) -> None:
-    _PDL[0] = on
+def set_pdl(mode: int) -> None:
+    _PDL[0] = mode
 
 
 def splits(tiles: int, steps: int, device: torch.device, programs: int) -> int:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from onebox.kernels import configs
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights
-from onebox.kernels.linear import Workspace, launch
-from onebox.kernels.tile import last_of, launch_next, wait_previous
+from onebox.kernels.linear import launch
+from onebox.kernels.tile import launch_next, wait_previous
 
 
 @triton.jit
 def _convolve_kernel(
     mixed_ptr, mixed_stride, out_ptr, query_start_ptr, slot_ptr, commit_ptr, context_ptr, conv_ptr, weight_ptr,
-    UNIT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    k_ptr, old_k_ptr, HK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     b, block = tl.program_id(0), tl.program_id(1)
@@ -38,6 +38,12 @@ def _convolve_kernel(
     x0 = tl.where(kept, tl.load(conv + commit * C), 0.0)
     x1 = tl.where(kept, tl.load(conv + (commit + 1) * C), 0.0)
     x2 = tl.where(kept, tl.load(conv + (commit + 2) * C), 0.0)
+    is_k = (block >= HK) & (block < 2 * HK)
+    key = (block - HK) * BLOCK + tl.arange(0, BLOCK)
+    if is_k:  # the pending keys make room; the delta rule's programs read the copy
+        for i in range(commit):
+            k = tl.load(k_ptr + (slot * W + i) * (HK * BLOCK) + key)
+            tl.store(old_k_ptr + (b * W + i) * (HK * BLOCK) + key, k)
     tl.debug_barrier()  # what is stored below was loaded above, by other threads too
     tl.store(conv, x0)
     tl.store(conv + C, x1)
@@ -49,16 +55,42 @@ def _convolve_kernel(
         f3 = x.to(tl.float32)
         y = f0 * w0 + f1 * w1 + f2 * w2 + f3 * w3
         y = (y * tl.sigmoid(y)).to(mixed_ptr.dtype.element_ty).to(tl.float32)
-        if block < UNIT:  # q and k heads
+        if block < 2 * HK:
             y = y * tl.rsqrt(tl.sum(y * y, axis=0) + 1e-6)
+        if is_k:
+            tl.store(k_ptr + (slot * W + i) * (HK * BLOCK) + key, y.to(k_ptr.dtype.element_ty))
         tl.store(out_ptr + (first + i) * C + channel, y)
         f0, f1, f2 = f1, f2, f3
 
 
 @triton.jit
+def _delta_row(
+    rows_ptr, mixed_ptr, mixed_stride, t, C, at_k, at_v, hv,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """q, k, v of the convolution, and z, b, a of the projection."""
+    row, extra = rows_ptr + t * C, mixed_ptr + t * mixed_stride + C
+    q, k, v = tl.load(row + at_k), tl.load(row + HK * DK + at_k), tl.load(row + 2 * HK * DK + at_v)
+    z = tl.load(extra + at_v).to(tl.float32)
+    b = tl.load(extra + HV * DV + hv).to(tl.float32)
+    a = tl.load(extra + HV * DV + HV + hv).to(tl.float32)
+    return q, k, v, z, b, a
+
+
+@triton.jit
+def _pending_row(
+    old_k_ptr, v_ptr, g_ptr, beta_ptr, b, slot, i, at_k, at_v, hv,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    k = tl.load(old_k_ptr + (b * W + i) * (HK * DK) + at_k).to(tl.float32)
+    v = tl.load(v_ptr + (slot * W + i) * (HV * DV) + at_v).to(tl.float32)
+    return k, v, tl.load(g_ptr + (slot * W + i) * HV + hv), tl.load(beta_ptr + (slot * W + i) * HV + hv)
+
+
+@triton.jit
 def _delta_kernel(
     mixed_ptr, mixed_stride, rows_ptr, out_ptr, query_start_ptr, slot_ptr, commit_ptr, context_ptr,
-    state_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, dt_bias_ptr, a_log_ptr, norm_ptr, eps, counter_ptr,
+    state_ptr, old_k_ptr, v_ptr, g_ptr, beta_ptr, dt_bias_ptr, a_log_ptr, norm_ptr, eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -78,41 +110,41 @@ def _delta_kernel(
     norm = tl.load(norm_ptr + dv).to(tl.float32)
     a_rate = -tl.exp(tl.load(a_log_ptr + hv).to(tl.float32))
     bias = tl.load(dt_bias_ptr + hv).to(tl.float32)
+    # every load of a row is issued before the row ahead of it is worked on
+    q, k, v, z, b_in, a_in = _delta_row(rows_ptr, mixed_ptr, mixed_stride, first, C, at_k, at_v, hv, HK, HV, DK, DV)
+    old_k, old_v, old_g, old_beta = _pending_row(
+        old_k_ptr, v_ptr, g_ptr, beta_ptr, b, slot, 0, at_k, at_v, hv, HK, HV, DK, DV, W
+    )
     for i in range(commit):  # rows the last step accepted
-        k = tl.load(k_ptr + (slot * W + i) * (HK * DK) + at_k).to(tl.float32)
-        v = tl.load(v_ptr + (slot * W + i) * (HV * DV) + at_v).to(tl.float32)
-        decay = tl.exp(tl.load(g_ptr + (slot * W + i) * HV + hv))
-        beta = tl.load(beta_ptr + (slot * W + i) * HV + hv)
-        delta = (v - decay * tl.sum(s * k[:, None], axis=0)) * beta
-        s = s * decay + k[:, None] * delta[None, :]
+        decay = tl.exp(old_g)
+        delta = (old_v - decay * tl.sum(s * old_k[:, None], axis=0)) * old_beta
+        s = s * decay + old_k[:, None] * delta[None, :]
+        following = tl.minimum(i + 1, W - 1)
+        old_k, old_v, old_g, old_beta = _pending_row(
+            old_k_ptr, v_ptr, g_ptr, beta_ptr, b, slot, following, at_k, at_v, hv, HK, HV, DK, DV, W
+        )
     tl.store(state_at, s)
     for i in range(end - first):
-        row = rows_ptr + (first + i) * C
-        q = tl.load(row + at_k) * (DK**-0.5)
-        k = tl.load(row + HK * DK + at_k)
-        v = tl.load(row + 2 * HK * DK + at_v)
-        extra = mixed_ptr + (first + i) * mixed_stride + C  # z, then b, then a
-        z = tl.load(extra + at_v).to(tl.float32)
-        beta = tl.sigmoid(tl.load(extra + HV * DV + hv).to(tl.float32))
-        x = tl.load(extra + HV * DV + HV + hv).to(tl.float32) + bias
+        q = q * (DK**-0.5)
+        beta = tl.sigmoid(b_in)
+        x = a_in + bias
         g = a_rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         decay = tl.exp(g)
         read_k = tl.sum(s * k[:, None], axis=0)
         read_q = tl.sum(s * q[:, None], axis=0)
         delta = (v - decay * read_k) * beta
         o = decay * read_q + delta * tl.sum(q * k, axis=0)
-        if first + i + 1 < end:
-            s = s * decay + k[:, None] * delta[None, :]
         o = o * tl.rsqrt(tl.sum(o * o, axis=0) / DV + eps) * norm * z * tl.sigmoid(z)
         tl.store(out_ptr + (first + i) * (HV * DV) + at_v, o.to(out_ptr.dtype.element_ty))
         # v, g and beta of this head are read by this program alone
         tl.store(v_ptr + (slot * W + i) * (HV * DV) + at_v, v.to(v_ptr.dtype.element_ty))
         tl.store(g_ptr + (slot * W + i) * HV + hv, g)
         tl.store(beta_ptr + (slot * W + i) * HV + hv, beta)
-    if last_of(counter_ptr + b * HK + hk, group):  # every head that reads this key head's pending rows is past them
-        for i in range(end - first):
-            k = tl.load(rows_ptr + (first + i) * C + HK * DK + at_k)
-            tl.store(k_ptr + (slot * W + i) * (HK * DK) + at_k, k.to(k_ptr.dtype.element_ty))
+        if first + i + 1 < end:
+            s = s * decay + k[:, None] * delta[None, :]
+            q, k, v, z, b_in, a_in = _delta_row(
+                rows_ptr, mixed_ptr, mixed_stride, first + i + 1, C, at_k, at_v, hv, HK, HV, DK, DV
+            )
 
 
 def window(
@@ -124,7 +156,6 @@ def window(
     commit: Tensor,
     context_len: Tensor,
     eps: float,
-    workspace: Workspace,
 ) -> Tensor:
     """Window rows through convolution, gates, delta rule and gated norm: [T, Hv Dv]. `state` moves in place.
 
@@ -140,13 +171,14 @@ def window(
     channels = 2 * hk * dk + hv * dv
     assert dk == dv, "key and value heads are of one width"
     inner = torch.empty(rows, channels, dtype=torch.float32, device=mixed.device)
+    old_k = torch.empty(batch, width, hk * dk, dtype=state.k.dtype, device=mixed.device)
     _convolve_kernel[(batch, channels // dk)](
         mixed, mixed.stride(0), inner, query_start, state_slot, commit, context_len, state.conv, w.conv,
-        UNIT=2 * hk, C=channels, BLOCK=dk, W=width, **launch(mixed.device, 4),
+        state.k, old_k, HK=hk, C=channels, BLOCK=dk, W=width, **launch(mixed.device, 4),
     )  # fmt: skip
     _delta_kernel[(batch, hv)](
         mixed, mixed.stride(0), inner, out, query_start, state_slot, commit, context_len,
-        state.s, state.k, state.v, state.g, state.beta, w.dt_bias, w.a_log, w.norm, eps, workspace.counters,
+        state.s, old_k, state.v, state.g, state.beta, w.dt_bias, w.a_log, w.norm, eps,
         HK=hk, HV=hv, DK=dk, DV=dv, W=width, **launch(mixed.device, c.warps),
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from onebox.kernels.tile import last_of, launch_next, prefetch_rows, scale_rows,
 def _head_kernel(
     x_ptr, q_ptr, s_ptr, g_ptr, logits_ptr, best_ptr, partial_ptr, counter_ptr, n_rows, V,
     H: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
-    STAGES: tl.constexpr, LOGITS: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, LOGITS: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile = tl.program_id(0)
@@ -27,7 +27,7 @@ def _head_kernel(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
     acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
     if LOGITS:
         # int64: row * vocabulary passes 2**31 at 8649 rows; rows are few, tiles are not
@@ -60,7 +60,7 @@ def head(hidden: Tensor, w: AnyWeight, workspace: Workspace, with_logits: bool =
     _head_kernel[(tiles,)](
         hidden, a.q, a.scale, a.extra, hidden if logits is None else logits, best, workspace.partial,
         workspace.counters, rows, a.n, H=width, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
-        ASM=inline_asm(hidden), STAGES=c.stages, LOGITS=with_logits, TILES=triton.next_power_of_2(tiles),
+        ASM=inline_asm(hidden), STAGES=c.stages, UNROLL=c.unroll, LOGITS=with_logits, TILES=triton.next_power_of_2(tiles),
         PREFETCH=c.prefetch, **launch(device, c.warps),
     )  # fmt: skip
     return best, logits

@@ -157,7 +157,7 @@ def normalize(h: Residual, eps: float) -> Tensor:
 def _project_tile(
     q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows, eps,
     H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tile * BN + tl.arange(0, BN)
     rows = tl.minimum(n, N - 1)
@@ -165,7 +165,7 @@ def _project_tile(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
     acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
@@ -176,7 +176,7 @@ def _project_tile(
 def _project_kernel(
     x_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr, g2_ptr, N2,
     H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    BK2: tl.constexpr, FORMAT2: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    BK2: tl.constexpr, FORMAT2: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -184,12 +184,12 @@ def _project_kernel(
     if tile < tiles:
         _project_tile(
             q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
-            H, PARTS, T, BN, BK, FORMAT, ASM, STAGES, PREFETCH, PDL,
+            H, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
     else:
         _project_tile(
             q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
-            H, PARTS, T, BN, BK2, FORMAT2, ASM, STAGES, PREFETCH, PDL,
+            H, PARTS, T, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     _project_kernel[grid](
         h.scaled, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n, b.q, b.scale, b.extra, n2,
         H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows), BN=c.block_n, BK=a.step,
-        FORMAT=a.format, BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, PREFETCH=c.prefetch,
+        FORMAT=a.format, BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
     )  # fmt: skip
     return out
@@ -214,7 +214,7 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
 def _project_add_kernel(
     y_ptr, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows, N,
     K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -226,7 +226,7 @@ def _project_add_kernel(
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     start = split * part_k
-    acc = times_rows(q_ptr, s_ptr, rows, y_ptr, K, xt, x_mask, start, start + part_k, K, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = times_rows(q_ptr, s_ptr, rows, y_ptr, K, xt, x_mask, start, part_k, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
     if SPLITS > 1:
         where = partial_ptr + xt[None, :] * N + n[:, None]
         mask = n_mask[:, None] & x_mask[None, :]
@@ -254,7 +254,7 @@ def project_add(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, workspace: W
     _project_add_kernel[(tiles * parts,)](
         y, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.squares, workspace.partial, workspace.counters,
         rows, a.n, K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=parts, FORMAT=a.format, ASM=inline_asm(y),
-        STAGES=c.stages, PREFETCH=c.prefetch, **launch(y.device, c.warps),
+        STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip
     return out
 
@@ -270,8 +270,8 @@ def empty_residual(rows: int, width: int, parts: int, like: Tensor, dtype: torch
 
 def launch(device: torch.device, warps: int) -> dict[str, int | bool]:
     """Launch options common to all kernels."""
-    on = configs.pdl(device)
-    options: dict[str, int | bool] = {"PDL": on, "num_warps": warps}
-    if on:
+    mode = configs.pdl(device)
+    options: dict[str, int | bool] = {"PDL": mode, "num_warps": warps}
+    if mode:
         options["launch_pdl"] = True
     return options

@@ -30,11 +30,48 @@ ROUTE_TILE = 16
 
 
 @triton.jit
+def _choose(
+    partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts of the logits, choose and weigh experts row by row, list the experts met."""
+    t, e = tl.arange(0, ROWS), tl.arange(0, EXPERTS)
+    row_mask = t < n_rows
+    mask = row_mask[:, None] & (e < E)[None, :]
+    logits = tl.zeros([ROWS, EXPERTS], tl.float32)
+    gate = tl.zeros([ROWS], tl.float32)
+    for s in tl.static_range(SPLITS):
+        row = partial_ptr + (s * T + t) * WIDE
+        logits += tl.load(row[:, None] + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        gate += tl.load(row + EXPERTS, mask=row_mask, other=0.0, cache_modifier=".cg")
+    rms = inverse_rms(squares_ptr, t, row_mask, n_parts, n_rows, H, PARTS, eps)
+    left = tl.where((e < E)[None, :], logits * rms[:, None], float("-inf"))
+    best = tl.max(left, axis=1)
+    total = tl.zeros([ROWS], tl.float32)
+    weight = tl.zeros([ROWS, EXPERTS], tl.float32)
+    for _ in tl.static_range(TOP_K):
+        top, index = tl.max(left, axis=1, return_indices=True)
+        share = tl.exp(top - best)
+        pick = e[None, :] == index[:, None]
+        weight = tl.where(pick & row_mask[:, None], share[:, None], weight)
+        left = tl.where(pick, float("-inf"), left)
+        total += share
+    weight = weight / total[:, None]
+    met = tl.max((weight > 0).to(tl.int32), axis=0)
+    slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
+    tl.store(expert_ptr + slot, e, mask=met > 0)
+    tl.store(count_ptr, 1 + tl.sum(met, axis=0))
+    tl.store(weight_ptr + slot[None, :] * n_rows + t[:, None], weight, mask=(met > 0)[None, :] & row_mask[:, None])
+    tl.store(weight_ptr + t, tl.sigmoid(gate * rms), mask=row_mask)
+
+
+@triton.jit
 def _route_kernel(
     x_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr, count_ptr,
     partial_ptr, counter_ptr, E,
-    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -42,48 +79,27 @@ def _route_kernel(
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     wide: tl.constexpr = EXPERTS + BN  # a partial row: every expert's logit, then the shared expert's gate
-    start = split * (H // SPLITS)
-    end = start + H // SPLITS
+    span: tl.constexpr = H // SPLITS
+    start = split * span
     wait_previous(PDL)
     if tile * BN < E:
         rows = tl.minimum(n, E - 1)
         acc = times_rows(
-            router_ptr, router_ptr, rows, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES
+            router_ptr, router_ptr, rows, x_ptr, H, xt, x_mask, start, span, H, T, BN, BK, BF16, False, STAGES, UNROLL
         )
         column = n
     else:
-        acc = times_rows(gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, end, H, T, BN, BK, BF16, False, STAGES)
+        acc = times_rows(
+            gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, span, H, T, BN, BK, BF16, False, STAGES, UNROLL
+        )
         column = EXPERTS + tl.arange(0, BN)
     where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
     tl.store(where, acc, mask=(column < wide)[:, None] & x_mask[None, :])
     if last_of(counter_ptr, tl.num_programs(0)):
-        e = tl.arange(0, EXPERTS)
-        mask = x_mask[:, None] & (e < E)[None, :]
-        logits = tl.zeros([T, EXPERTS], tl.float32)
-        gate = tl.zeros([T], tl.float32)
-        for s in tl.static_range(SPLITS):
-            row = partial_ptr + (s * T + xt) * wide
-            logits += tl.load(row[:, None] + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-            gate += tl.load(row + EXPERTS, mask=x_mask, other=0.0, cache_modifier=".cg")
-        rms = inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)
-        left = tl.where((e < E)[None, :], logits * rms[:, None], float("-inf"))
-        best = tl.max(left, axis=1)
-        total = tl.zeros([T], tl.float32)
-        weight = tl.zeros([T, EXPERTS], tl.float32)
-        for _ in tl.static_range(TOP_K):
-            top, index = tl.max(left, axis=1, return_indices=True)
-            share = tl.exp(top - best)
-            pick = e[None, :] == index[:, None]
-            weight = tl.where(pick & x_mask[:, None], share[:, None], weight)
-            left = tl.where(pick, float("-inf"), left)
-            total += share
-        weight = weight / total[:, None]
-        met = tl.max((weight > 0).to(tl.int32), axis=0)
-        slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
-        tl.store(expert_ptr + slot, e, mask=met > 0)
-        tl.store(count_ptr, 1 + tl.sum(met, axis=0))
-        tl.store(weight_ptr + slot[None, :] * n_rows + xt[:, None], weight, mask=(met > 0)[None, :] & x_mask[:, None])
-        tl.store(weight_ptr + xt, tl.sigmoid(gate * rms), mask=x_mask)
+        _choose(
+            partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
+            H, PARTS, T, ROWS, EXPERTS, TOP_K, SPLITS, wide,
+        )  # fmt: skip
 
 
 def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: float, workspace: Workspace) -> Routing:
@@ -103,8 +119,8 @@ def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: flo
         h.scaled, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight, out.expert, out.count,
         workspace.partial, workspace.counters, n_experts,
         H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
-        EXPERTS=max(triton.next_power_of_2(n_experts), 16), TOP_K=top_k, SPLITS=parts, BN=c.block_n, BK=128,
-        STAGES=c.stages, **launch(device, c.warps),
+        ROWS=triton.next_power_of_2(rows), EXPERTS=max(triton.next_power_of_2(n_experts), 16), TOP_K=top_k, SPLITS=parts, BN=c.block_n, BK=128,
+        STAGES=c.stages, UNROLL=c.unroll, **launch(device, c.warps),
     )  # fmt: skip
     return out
 
@@ -113,13 +129,13 @@ def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: flo
 def _gate_up_tile(
     q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
     H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BN)
     rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES)
+    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
     acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
@@ -136,7 +152,7 @@ def _gate_up_kernel(
     q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
     H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, OUT_I: tl.constexpr, PARTS: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
-    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     pid = tl.program_id(0)
@@ -150,7 +166,7 @@ def _gate_up_kernel(
         wait_previous(PDL)
         _gate_up_tile(
             shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, pid, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows,
-            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES,
+            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL,
         )  # fmt: skip
     else:
         wait_previous(PDL)
@@ -160,7 +176,7 @@ def _gate_up_kernel(
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             _gate_up_tile(
                 q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile, x_ptr,
-                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES,
+                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL,
             )  # fmt: skip
 
 
@@ -181,7 +197,7 @@ def gate_up(h: Residual, routing: Routing, w: AnyWeight, shared: AnyWeight, eps:
         a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0), b.q, b.scale, b.extra,
         H=width, I=inner, SHARED_I=shared_inner, OUT_I=inner, PARTS=triton.next_power_of_2(h.squares.shape[0]),
         T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format,
-        ASM=inline_asm(h.x), STAGES=c.stages, PREFETCH=c.prefetch, **launch(h.x.device, c.warps),
+        ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(h.x.device, c.warps),
     )  # fmt: skip
     return out
 
@@ -191,7 +207,7 @@ def _down_kernel(
     y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows,
     q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -228,13 +244,14 @@ def _down_kernel(
                 SHARED_FORMAT,
                 ASM,
                 STAGES,
+                UNROLL,
             )
             acc = scale_rows(acc, shared_s_ptr, shared_g_ptr, rows, SHARED_FORMAT)
         else:
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             s, g = s_ptr + expert * s_stride, g_ptr + expert * g_stride
             acc = times_rows(
-                q_ptr + expert * q_stride, s, rows, x, I, xt, x_mask, 0, I, I, T, BN, BK, FORMAT, ASM, STAGES
+                q_ptr + expert * q_stride, s, rows, x, I, xt, x_mask, 0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL
             )
             acc = scale_rows(acc, s, g, rows, FORMAT)
         tl.store(where + slot * n_rows * H, acc, mask=mask)
@@ -264,7 +281,7 @@ def down(
         y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.squares, workspace.partial,
         workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
         b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
-        SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, PREFETCH=c.prefetch,
+        SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(y.device, c.warps),
     )  # fmt: skip
     return out

@@ -20,15 +20,22 @@ NVFP4 = tl.constexpr(4)
 
 @triton.jit
 def launch_next(PDL: tl.constexpr):
-    """Let the next kernel in the stream start its own prologue."""
-    if PDL:
+    """At a kernel's start: let the next kernel in the stream start its own prologue (PDL = 1)."""
+    if PDL == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def launch_next_late(PDL: tl.constexpr):
+    """Before a kernel's last stores: the same, once the bulk of its loads is done (PDL = 2)."""
+    if PDL == 2:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_previous(PDL: tl.constexpr):
     """Afterwards everything the kernels before this one wrote is visible. Every kernel calls it, so that waits chain."""
-    if PDL:
+    if PDL > 0:
         gdc_wait()
 
 
@@ -170,7 +177,7 @@ def times_rows(
     xt,
     x_mask,
     k_start,
-    k_end,
+    SPAN: tl.constexpr,
     K: tl.constexpr,
     T: tl.constexpr,
     BN: tl.constexpr,
@@ -178,58 +185,64 @@ def times_rows(
     FORMAT: tl.constexpr,
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """fp32 [BN, T]: weight rows `rows` times activation rows `xt` over columns [k_start, k_end).
+    """fp32 [BN, T]: weight rows `rows` times activation rows `xt` over columns [k_start, k_start + SPAN).
 
     BK is the scale's group of columns (INT4, FP8: 128). INT8's row scale is the caller's (`row_scale`), NVFP4's global
     scale too. Activation rows where `x_mask` is false count as zero.
     """
     acc = tl.zeros([BN, T], tl.float32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    if FORMAT == INT4 or FORMAT == NVFP4:
+    # several groups an iteration: independent chains for the tensor cores, one barrier for all
+    U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
+    if FORMAT in (INT4, NVFP4):
         half = tl.arange(0, BK // 2)
         pairs = x_ptr.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
-        for k0 in tl.range(k_start, k_end, BK, num_stages=STAGES):
-            b = tl.load(q_ptr + rows[:, None] * (K // 2) + (k0 // 2 + half)[None, :])
-            low, high = unpack(b, FORMAT, dtype, ASM)
-            pair = tl.load(
-                pairs + xt[None, :] * (x_stride // 2) + (k0 // 2 + half)[:, None], mask=x_mask[None, :], other=0
-            )
-            even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-            odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-            if FORMAT == INT4:
-                part = tl.dot(low, even)
-                part = tl.dot(high, odd, part)
-                scale = tl.load(s_ptr + rows * (K // BK) + k0 // BK)
-                acc += part * scale.to(tl.float32)[:, None]
-            else:
-                block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
-                block = block.to(tl.float32).to(dtype)
-                scale = tl.reshape(tl.broadcast_to(block[:, :, None], [BN, BK // 16, 8]), [BN, BK // 2])
-                acc = tl.dot(low * scale, even, acc)
-                acc = tl.dot(high * scale, odd, acc)
+        for k_first in tl.range(k_start, k_start + SPAN, BK * U, num_stages=STAGES):
+            for u in tl.static_range(U):
+                k0 = k_first + u * BK
+                b = tl.load(q_ptr + rows[:, None] * (K // 2) + (k0 // 2 + half)[None, :])
+                low, high = unpack(b, FORMAT, dtype, ASM)
+                pair = tl.load(
+                    pairs + xt[None, :] * (x_stride // 2) + (k0 // 2 + half)[:, None], mask=x_mask[None, :], other=0
+                )
+                even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+                odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+                if FORMAT == INT4:
+                    scale = tl.load(s_ptr + rows * (K // BK) + k0 // BK)
+                    part = tl.dot(low, even) + tl.dot(high, odd)
+                    acc += part * scale.to(tl.float32)[:, None]
+                else:
+                    block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
+                    block = block.to(tl.float32).to(dtype)
+                    scale = tl.reshape(tl.broadcast_to(block[:, :, None], [BN, BK // 16, 8]), [BN, BK // 2])
+                    acc += tl.dot(low * scale, even) + tl.dot(high * scale, odd)
     else:
         columns = tl.arange(0, BK)
-        for k0 in tl.range(k_start, k_end, BK, num_stages=STAGES):
-            if K % BK == 0:
-                b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :])
-                x = tl.load(x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None], mask=x_mask[None, :], other=0.0)
-            else:
-                inside = k0 + columns < K
-                b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :], mask=inside[None, :], other=0)
-                x = tl.load(
-                    x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None],
-                    mask=x_mask[None, :] & inside[:, None],
-                    other=0.0,
-                )
-            if FORMAT == BF16:
-                acc = tl.dot(b.to(dtype), x, acc)
-            elif FORMAT == INT8:
-                acc = tl.dot(widen(b, FORMAT, dtype, ASM), x, acc)
-            else:
-                part = tl.dot(widen(b, FORMAT, dtype, ASM), x)
-                scale = tl.load(s_ptr + (rows // 128) * ((K + BK - 1) // BK) + k0 // BK)
-                acc += part * scale[:, None]
+        for k_first in tl.range(k_start, k_start + SPAN, BK * U, num_stages=STAGES):
+            for u in tl.static_range(U):
+                k0 = k_first + u * BK
+                if K % BK == 0:
+                    b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :])
+                    x = tl.load(
+                        x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None], mask=x_mask[None, :], other=0.0
+                    )
+                else:
+                    inside = k0 + columns < K
+                    b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :], mask=inside[None, :], other=0)
+                    x = tl.load(
+                        x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None],
+                        mask=x_mask[None, :] & inside[:, None],
+                        other=0.0,
+                    )
+                if FORMAT == BF16:
+                    acc += tl.dot(b.to(dtype), x)
+                elif FORMAT == INT8:
+                    acc += tl.dot(widen(b, FORMAT, dtype, ASM), x)
+                else:
+                    scale = tl.load(s_ptr + (rows // 128) * ((K + BK - 1) // BK) + k0 // BK)
+                    acc += tl.dot(widen(b, FORMAT, dtype, ASM), x) * scale[:, None]
     return acc
 
 
