@@ -193,11 +193,11 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
-    "linear": {"block_n": (32, 64, 128), "warps": (2, 4, 8), "stages": (3, 5), "prefetch": (False, True)},
-    "linear_add": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 5), "programs": (3, 6)},
-    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (3, 5)},
-    "gate_up": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (3, 5), "prefetch": (False, True)},
-    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 5), "prefetch": (False, True)},
+    "linear": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
+    "linear_add": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3), "unroll": (1, 2, 4), "programs": (3, 6)},
+    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (2, 4), "unroll": (1, 2)},
+    "gate_up": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
+    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4)},
     "gated_delta": {"warps": (8, 16)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},

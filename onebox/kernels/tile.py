@@ -15,7 +15,7 @@ BF16 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
-NVFP4 = tl.constexpr(4)
+NVFP4 = tl.constexpr(4)  # from INT4 on, a byte holds two weights
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def times_rows(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     # several groups an iteration: independent chains for the tensor cores, one barrier for all
     U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
-    if FORMAT in (INT4, NVFP4):
+    if FORMAT >= INT4:
         half = tl.arange(0, BK // 2)
         pairs = x_ptr.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
         for k_first in tl.range(k_start, k_start + SPAN, BK * U, num_stages=STAGES):
