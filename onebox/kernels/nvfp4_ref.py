@@ -15,7 +15,7 @@ NVFP4_BLOCK = 16
 class Nvfp4Weight:
     """w[n, k] = e2m1(nibble) * scale[n, k // 16] * global_scale; byte j holds column 2j in its low nibble.
 
-    `global_scale` multiplies (ModelOpt's `weight_scale_2`; the reciprocal of compressed-tensors' `weight_global_scale`).
+    `global_scale` multiplies: ModelOpt's `weight_scale_2`, the reciprocal of compressed-tensors' `weight_global_scale`.
     Leading dimensions (experts) are free; `global_scale` then has one entry an expert, or one a row where matrices of
     different global scale were joined (kernels take the first form only).
     """

@@ -1,0 +1,49 @@
+"""onebox.json: what a finished build is made of. Its presence is what "done" means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from onebox.checkpoint.shards import read_json
+from onebox.errors import CheckpointError
+
+MANIFEST = "onebox.json"
+JOB = "onebox.partial.json"  # there while a build runs, gone when it is done
+MARK = "onebox_build"  # config.json's word that a manifest belongs to it
+
+
+def check_finished(path: Path) -> None:
+    """Refuse a folder that a build has begun and not finished."""
+    manifest = path / MANIFEST
+    unfinished = (path / JOB).exists()
+    if not unfinished and not manifest.exists() and (path / "config.json").exists():
+        unfinished = MARK in read_json(path / "config.json")
+    if unfinished:
+        raise CheckpointError(
+            f"{path}: this build is not finished ({MANIFEST} is missing); run its 'onebox build' again."
+        )
+
+
+def files(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> {bytes, sha256} of each file the manifest vouches for; empty without a manifest."""
+    if not (path / MANIFEST).exists():
+        return {}
+    entries = read_json(path / MANIFEST).get("files")
+    if not isinstance(entries, dict) or not all(
+        isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("sha256"), str)
+        for e in entries.values()
+    ):
+        raise CheckpointError(f"{path / MANIFEST}: 'files' must give bytes and sha256 of each file; it is damaged.")
+    return entries
+
+
+def check_sizes(path: Path) -> None:
+    """Each file of the manifest is there and as long as it was; cheap enough for every start."""
+    for name, entry in files(path).items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != entry["bytes"]:
+            what = "missing" if found is None else f"{found} bytes"
+            raise CheckpointError(
+                f"{path / name}: {what}, the manifest says {entry['bytes']} bytes; run 'onebox build --verify {path}'."
+            )

@@ -1,0 +1,300 @@
+"""What config.json declares of weight formats. Takes `quantization_config`, gives a Scheme by module name."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from onebox.checkpoint.shards import read_json
+from onebox.errors import CheckpointError
+
+Kind = Literal["16-bit", "int4", "fp8", "int8", "nvfp4"]
+METHODS = ("auto-round", "gptq", "awq", "fp8", "compressed-tensors", "modelopt")
+GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A declared format. `group` -1 is a whole row; a block size of -1 the whole dimension."""
+
+    kind: Kind
+    group: int = -1
+    sym: bool = True
+    packing: Literal["gptq", "awq", "packed"] = "gptq"
+    zero_offset: int = 1
+    block: tuple[int, int] = (128, 128)
+
+    def __str__(self) -> str:
+        if self.kind == "int4":
+            return f"int4 ({'symmetric' if self.sym else 'asymmetric'}, group {self.group}, {self.packing} layout)"
+        return f"fp8 (blocks {self.block[0]}x{self.block[1]})" if self.kind == "fp8" else self.kind
+
+
+PLAIN = Scheme("16-bit")
+Rule = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """Schemes by rule, first match wins; `default` for any other matrix. `method` is for messages."""
+
+    method: str
+    rules: tuple[tuple[Rule, Scheme], ...]
+    default: Scheme
+    explicit_head: bool = False  # the default speaks for the LM head too
+
+    def scheme(self, module: str) -> tuple[Scheme, bool]:
+        """The scheme of a canonical module name, and whether a rule names it (rather than the default)."""
+        aliases = aliases_of(module)
+        for rule, scheme in self.rules:
+            if any(rule(alias) for alias in aliases):
+                return scheme, True
+        return self.default, False
+
+
+def aliases_of(module: str) -> tuple[str, ...]:
+    """The names a config may use for a canonical module name."""
+    if module.startswith("lm_head"):
+        return (module, f"language_model.{module}")
+    return (f"model.language_model.{module}", f"model.{module}", module, f"language_model.model.{module}")
+
+
+def declaration(config: Mapping[str, Any], folder: Path | None = None) -> Declaration:
+    """Read `quantization_config` (or ModelOpt's hf_quant_config.json in `folder`).
+
+    Raises CheckpointError naming the field that is unknown, missing or not supported.
+    """
+    text = config.get("text_config")
+    quant = config.get("quantization_config")
+    if quant is None and isinstance(text, Mapping):
+        quant = text.get("quantization_config")
+    if quant is None and folder is not None and (folder / "hf_quant_config.json").exists():
+        quant = dict(read_json(folder / "hf_quant_config.json").get("quantization") or {}, quant_method="modelopt")
+    if quant is None:
+        return Declaration("none", (), PLAIN)
+    if not isinstance(quant, Mapping):
+        raise CheckpointError(f"config.json: 'quantization_config' must be an object, got {type(quant).__name__}.")
+    method = str(quant.get("quant_method", "")).lower().replace("_", "-").replace("intel/", "")
+    readers = {
+        "auto-round": _auto_round,
+        "gptq": _gptq,
+        "awq": _awq,
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "modelopt": _modelopt,
+        "modelopt-fp4": _modelopt,
+    }
+    if method not in readers:
+        raise CheckpointError(
+            f"config.json: quant_method {quant.get('quant_method')!r} is not supported. "
+            f"Supported: {', '.join(METHODS)}."
+        )
+    return readers[method](quant)
+
+
+def _refuse(field: str, value: object, want: str) -> CheckpointError:
+    return CheckpointError(f"config.json: quantization_config.{field} = {value!r} is not supported; expected {want}.")
+
+
+def _int4(bits: object, group: object, sym: object, where: str = "") -> Scheme:
+    if bits != 4:
+        raise _refuse(f"{where}bits", bits, "4")
+    if group not in (*GROUPS, -1):
+        raise _refuse(f"{where}group_size", group, "32, 64, 128 or -1")
+    if not isinstance(sym, bool):
+        raise _refuse(f"{where}sym", sym, "true or false")
+    return Scheme("int4", int(group), sym)
+
+
+def _exact_or_regex(pattern: str) -> Rule:
+    if re.search(r"[*+?^$()\[\]{}|\\]", pattern):
+        compiled = _compile(pattern)
+        return lambda name: compiled.search(name) is not None
+    return lambda name: name == pattern
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(
+            f"config.json: quantization_config names {pattern!r}, no valid regex ({error})."
+        ) from None
+
+
+def _names(quant: Mapping[str, Any], *fields: str) -> list[str]:
+    for field in fields:
+        value = quant.get(field)
+        if value is not None:
+            if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+                raise _refuse(field, value, "a list of module names")
+            return value
+    return []
+
+
+def _auto_round(quant: Mapping[str, Any]) -> Declaration:
+    packing = str(quant.get("packing_format", "auto_round:auto_gptq"))
+    layouts = {
+        "auto_round:auto_gptq": "gptq",
+        "auto_round:gptq": "gptq",
+        "auto_gptq": "gptq",
+        "auto_round:auto_awq": "awq",
+        "auto_round:awq": "awq",
+    }
+    if packing not in layouts:
+        raise _refuse("packing_format", packing, "one of " + ", ".join(layouts))
+
+    def entry(values: Mapping[str, Any], where: str = "") -> Scheme:
+        merged = {"data_type": quant.get("data_type", "int"), **values} if where else values
+        bits, kind = merged.get("bits", quant.get("bits")), str(merged.get("data_type", "int"))
+        group = merged.get("group_size", quant.get("group_size"))
+        if isinstance(bits, int) and bits >= 16:
+            return PLAIN
+        if bits == 8 and kind.startswith("fp"):
+            if not (isinstance(group, list) and len(group) == 2 and all(isinstance(g, int) for g in group)):
+                raise _refuse(f"{where}group_size", group, "two block sizes for FP8")
+            return Scheme("fp8", block=(group[0], group[1]))
+        if bits == 8 and kind == "int":
+            if group != -1:
+                raise _refuse(f"{where}group_size", group, "-1 for INT8")
+            return Scheme("int8")
+        if bits == 4 and kind.startswith("nv_fp"):
+            if group != 16:
+                raise _refuse(f"{where}group_size", group, "16 for NVFP4")
+            return Scheme("nvfp4")
+        if kind != "int":
+            raise _refuse(f"{where}data_type", kind, "int, fp or nv_fp")
+        return replace(_int4(bits, group, merged.get("sym", quant.get("sym", True)), where), packing=layouts[packing])  # type: ignore[arg-type]
+
+    extra = quant.get("extra_config") or {}
+    if not isinstance(extra, Mapping):
+        raise _refuse("extra_config", extra, "an object")
+    # exact names before patterns
+    items = sorted(extra.items(), key=lambda item: re.search(r"[*+?^$()\[\]{}|\\]", item[0]) is not None)
+    rules = [(_exact_or_regex(name), entry(values, f"extra_config[{name!r}].")) for name, values in items]
+    return Declaration("auto-round", tuple(rules), entry(quant), bool(quant.get("lm_head", False)))
+
+
+def _gptq(quant: Mapping[str, Any]) -> Declaration:
+    if quant.get("desc_act"):
+        raise _refuse("desc_act", True, "false (act-order is not supported)")
+    version = str(quant.get("checkpoint_format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise _refuse("checkpoint_format", version, "gptq or gptq_v2")
+    base = _int4(quant.get("bits"), quant.get("group_size"), quant.get("sym", True))
+    base = replace(base, zero_offset=0 if version == "gptq_v2" else 1)
+    rules: list[tuple[Rule, Scheme]] = []
+    for pattern, values in (quant.get("dynamic") or {}).items():
+        compiled = _compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
+        scheme = PLAIN
+        if not pattern.startswith("-:"):
+            over = _int4(
+                values.get("bits", 4),
+                values.get("group_size", base.group),
+                values.get("sym", base.sym),
+                f"dynamic[{pattern!r}].",
+            )
+            scheme = replace(over, zero_offset=base.zero_offset)
+        rules.append((_matcher(compiled), scheme))
+    for name in _names(quant, "modules_to_not_convert"):
+        rules.append((_contains(name), PLAIN))
+    return Declaration("gptq", tuple(rules), base, bool(quant.get("lm_head", False)))
+
+
+def _matcher(compiled: re.Pattern[str]) -> Rule:
+    return lambda name: compiled.match(name) is not None
+
+
+def _contains(part: str) -> Rule:
+    """A module, or any module below it; a bare last name matches at any depth."""
+    return lambda name: f".{part}." in f".{name}."
+
+
+def _awq(quant: Mapping[str, Any]) -> Declaration:
+    if str(quant.get("version", "gemm")).lower() != "gemm":
+        raise _refuse("version", quant.get("version"), "gemm")
+    bits, group = quant.get("bits", quant.get("w_bit")), quant.get("group_size", quant.get("q_group_size"))
+    base = replace(_int4(bits, group, not quant.get("zero_point", True)), packing="awq", zero_offset=0)
+    rules = tuple((_contains(name), PLAIN) for name in _names(quant, "modules_to_not_convert"))
+    return Declaration("awq", rules, base)
+
+
+def _fp8(quant: Mapping[str, Any]) -> Declaration:
+    block = quant.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        raise _refuse("weight_block_size", block, "two block sizes, such as [128, 128]")
+    rules = tuple(
+        (_contains(name), PLAIN)
+        for name in _names(quant, "modules_to_not_convert", "ignored_layers", "exclude_modules")
+    )
+    return Declaration("fp8", rules, Scheme("fp8", block=(block[0], block[1])))
+
+
+def _ct_weights(weights: Mapping[str, Any], where: str) -> Scheme:
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits"), weights.get("strategy")
+    group = weights.get("group_size")
+    if kind == "float" and bits == 4:
+        if group != 16:
+            raise _refuse(f"{where}.group_size", group, "16 (NVFP4)")
+        return Scheme("nvfp4")
+    if kind == "float" and bits == 8:
+        blocks = {"block": weights.get("block_structure") or [128, 128], "channel": [1, -1], "tensor": [-1, -1]}
+        if strategy not in blocks:
+            raise _refuse(f"{where}.strategy", strategy, "block, channel or tensor for FP8")
+        block = blocks[str(strategy)]
+        return Scheme("fp8", block=(block[0], block[1]))
+    if kind == "int" and bits == 8 and strategy == "channel" and weights.get("symmetric", True):
+        return Scheme("int8")
+    if kind == "int" and bits == 4:
+        if weights.get("actorder") not in (None, False, "static", "weight"):
+            raise _refuse(f"{where}.actorder", weights.get("actorder"), "none (act-order is not supported)")
+        scheme = _int4(4, -1 if strategy == "channel" else group, weights.get("symmetric", True), f"{where}.")
+        return replace(scheme, packing="packed", zero_offset=0)
+    raise CheckpointError(
+        f"config.json: quantization_config.{where}: {bits}-bit {kind} by {strategy} is not supported. Supported: "
+        "4-bit float (NVFP4), 8-bit float, 4-bit int by group, symmetric 8-bit int by channel."
+    )
+
+
+def _compressed_tensors(quant: Mapping[str, Any]) -> Declaration:
+    groups = quant.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refuse("config_groups", groups, "an object with at least one group")
+    rules: list[tuple[Rule, Scheme]] = [(_ct_rule(name), PLAIN) for name in _names(quant, "ignore")]
+    default = PLAIN
+    for key, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise _refuse(f"config_groups.{key}.weights", weights, "an object")
+        scheme = _ct_weights(weights, f"config_groups.{key}.weights")
+        for target in _names(group, "targets"):
+            if target == "Linear":
+                default = scheme
+            else:
+                rules.append((_ct_rule(target), scheme))
+    return Declaration("compressed-tensors", tuple(rules), default)
+
+
+def _ct_rule(name: str) -> Rule:
+    return _matcher(_compile(name[3:])) if name.startswith("re:") else _contains(name)
+
+
+def _modelopt(quant: Mapping[str, Any]) -> Declaration:
+    algorithm = str(quant.get("quant_algo") or quant.get("quantization", {}).get("quant_algo") or "")
+    if algorithm.upper() != "NVFP4":
+        raise _refuse("quant_algo", algorithm or None, "NVFP4")
+    group = quant.get("group_size", 16)
+    if group != 16:
+        raise _refuse("group_size", group, "16")
+    rules = tuple((_glob(name), PLAIN) for name in _names(quant, "ignore", "exclude_modules"))
+    return Declaration("modelopt", rules, Scheme("nvfp4"))
+
+
+def _glob(pattern: str) -> Rule:
+    if any(c in pattern for c in "*?["):
+        return lambda name: fnmatch.fnmatchcase(name, pattern)
+    return _contains(pattern)
