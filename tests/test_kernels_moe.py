@@ -32,7 +32,9 @@ def test_route_picks_renormalised_experts_and_lists_each_once(t: int, h: int, e:
     assert_close(got.weight[1:n].sum(0), torch.ones(t, device=DEVICE), 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "shared"), [("int4", "fp8"), ("fp8", "fp8"), ("nvfp4", "bf16"), ("bf16", "int4"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "shared"), [("int4", "fp8"), ("fp8", "fp8"), ("nvfp4", "bf16"), ("bf16", "int4"), ("int8", "int8")]
+)
 @pytest.mark.parametrize("t", [1, 9])
 def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shared: str, t: int) -> None:
     h, inner, e, k = 256, 128, 12, 3
@@ -41,7 +43,7 @@ def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shar
     shared_w = make_weight(shared, 2 * inner, h, seed=6), make_weight(shared, h, inner, seed=7)
     norm, work = rows(h, seed=8, scale=0.1), space()
     routing = moe.route(x, router, gate, k, EPS, work)
-    got = moe.down(moe.gate_up(x, routing, up_w, shared_w[0], EPS), routing, down_w, shared_w[1], x, norm, work)
+    got = moe.down(moe.gate_up(x, routing, up_w, shared_w[0], EPS), routing, down_w, shared_w[1], x, norm)
     normed = normalized_ref(x, EPS)
     want = slots_ref(
         normed,
@@ -67,7 +69,7 @@ def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
     def run(x: Residual) -> torch.Tensor:
         work = space()
         routing = moe.route(x, router, gate, k, EPS, work)
-        return moe.down(moe.gate_up(x, routing, up_w, shared[0], EPS), routing, down_w, shared[1], x, norm, work).x
+        return moe.down(moe.gate_up(x, routing, up_w, shared[0], EPS), routing, down_w, shared[1], x, norm).x
 
     together = run(eight)
     for i in (0, 5):

@@ -62,6 +62,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
 
     if gdn:
         mixed = linear.project(h, gdn[0].project, None, eps)
+        squares = torch.rand(spec.gdn_v_heads, 4, batch, device=h.x.device) + 0.1
         y = torch.randn(batch, spec.gdn_value_width, device=h.x.device).bfloat16()
         state_bytes = batch * spec.gdn_v_heads * spec.gdn_k_dim * spec.gdn_v_dim * 8
         add(
@@ -84,7 +85,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         add(
             "gdn out",
             "linear_add",
-            [lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, work) for x in gdn],
+            [lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, squares, eps) for x in gdn],
             weight_bytes(gdn[0].out),
         )  # type: ignore[misc]
     if attention:
@@ -122,7 +123,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         add(
             "attention out",
             "linear_add",
-            [lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm, work) for x in attention],
+            [lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm) for x in attention],
             weight_bytes(attention[0].out),
         )  # type: ignore[misc]
     add(
@@ -144,7 +145,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         "down",
         "down",
         [
-            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm, work)  # type: ignore[misc]
+            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm)  # type: ignore[misc]
             for x, r in zip(model.layers, routings, strict=True)
         ],
         weight_bytes(first.down) * one * (slots - 1) + weight_bytes(first.shared_down),

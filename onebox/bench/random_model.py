@@ -220,26 +220,25 @@ class RandomModel:
         gdn = attention = 0
         for n, (kind, layer) in enumerate(zip(spec.layer_types, self.layers, strict=True)):
             if kind == "linear_attention":
-                y = self.gdn_mixer(h, layer, self.states[gdn], rows)
+                y, squares = self.gdn_mixer(h, layer, self.states[gdn], rows)
                 gdn += 1
             else:
-                y = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query)
+                y, squares = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query), None
                 attention += 1
-            h = linear.project_add(y, layer.out, h, layer.mlp_norm, work)
+            h = linear.project_add(y, layer.out, h, layer.mlp_norm, squares, eps)
             routing = moe.route(h, layer.router, layer.shared_gate, spec.top_k, eps, work)
             if counts is not None:
                 counts.append(routing.count)
             z = moe.gate_up(h, routing, layer.gate_up, layer.shared_gate_up, eps)
             norm = self.layers[n + 1].mixer_norm if n + 1 < len(self.layers) else self.norm
-            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm, work)
+            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm)
         return linear.normalize(h, eps)
 
-    def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> Tensor:
+    def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> tuple[Tensor, Tensor | None]:
         assert layer.window is not None
         mixed = linear.project(h, layer.project, None, self.spec.norm_eps)
         return gated_delta.window(
             mixed, layer.window, state, rows.query_start, rows.state_slot, rows.commit, rows.context_len,
-            self.spec.norm_eps,
         )  # fmt: skip
 
     def attention_mixer(
@@ -285,19 +284,20 @@ def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
         mixed = project_ref(h, layer.project, None, eps)
         if kind == "linear_attention":
             assert layer.window is not None
-            y = window_ref(
+            y, squares = window_ref(
                 mixed, layer.window, model.states[gdn], rows.query_start, rows.state_slot, rows.commit,
-                rows.context_len, eps,
+                rows.context_len,
             )  # fmt: skip
             gdn += 1
         else:
             assert layer.head_norms is not None
+            squares = None
             y = gated_attention_ref(
                 mixed, *layer.head_norms, rope, model.pages[attention], rows.page_table, rows.kv_slot, rows.positions,
                 rows.query_start, max_query, spec.n_heads, eps,
             )  # fmt: skip
             attention += 1
-        h = project_add_ref(y, layer.out, h, layer.mlp_norm)
+        h = project_add_ref(y, layer.out, h, layer.mlp_norm, squares, eps)
         normed = normalized_ref(h, eps)
         routing = route_slots_ref(normed, layer.router, layer.shared_gate, spec.top_k)
         met = routing.expert[1:].long()

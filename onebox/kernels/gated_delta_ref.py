@@ -167,15 +167,17 @@ def window_ref(
     state_slot: Tensor,
     commit: Tensor,
     context_len: Tensor,
-    eps: float,
-) -> Tensor:
-    """A whole decode window, one sequence after another. mixed [T, C + Hv Dv + 2 Hv] -> [T, Hv Dv]; `state` moves.
+) -> tuple[Tensor, Tensor]:
+    """A whole decode window, one sequence after another; `state` moves. mixed [T, C + Hv Dv + 2 Hv].
 
     A row of `mixed` is qkv before the convolution, then z, b and a. A sequence with context_len 0 starts from zeros.
+    Gives y [T, Hv Dv], the norm's weight and the gate applied, and squares [Hv, 1, T]: each head's sum of squares, by
+    whose root mean y is still to be divided.
     """
     _, hv, dk, dv = state.s.shape
     hk, channels = state.k.shape[2], state.conv.shape[2]
     out = torch.empty(mixed.shape[0], hv * dv, dtype=mixed.dtype, device=mixed.device)
+    squares = torch.empty(hv, 1, mixed.shape[0], device=mixed.device)
     for b, slot in enumerate(state_slot.tolist()):
         start, end, n = int(query_start[b]), int(query_start[b + 1]), int(commit[b])
         qkv, z, b_in, a_in = mixed[start:end].split((channels, hv * dv, hv, hv), dim=-1)
@@ -191,11 +193,11 @@ def window_ref(
         v = v.unflatten(-1, (hv, dv))
         beta, g = b_in.float().sigmoid(), -w.a_log.float().exp() * F.softplus(a_in.float() + w.dt_bias.float())
         o, _ = delta_rule_recurrent_ref(q, k, v, g, beta, s)
-        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * w.norm.float()
-        out[start:end] = (o * F.silu(z.float()).unflatten(-1, (hv, dv))).flatten(1).to(out.dtype)
+        squares[:, 0, start:end] = o.square().sum(-1).T
+        out[start:end] = (o * w.norm.float() * F.silu(z.float()).unflatten(-1, (hv, dv))).flatten(1).to(out.dtype)
         rows = end - start
         state.s[slot] = s
         state.k[slot, :rows], state.v[slot, :rows] = k.to(state.k.dtype), v.to(state.v.dtype)
         state.g[slot, :rows], state.beta[slot, :rows] = g, beta
         state.conv[slot, :3], state.conv[slot, 3 : 3 + rows] = history, qkv.to(state.conv.dtype)
-    return out
+    return out, squares

@@ -26,11 +26,13 @@ from onebox.kernels.tile import (
     NVFP4,
     add_to_residual,
     inverse_rms,
-    last_of,
     launch_next,
+    launch_next_late,
     prefetch_rows,
-    scale_rows,
+    row_bytes,
+    scale_at,
     times_rows,
+    times_tile,
     wait_previous,
 )
 
@@ -165,8 +167,8 @@ def _project_tile(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
-    acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+    acc = times_tile(q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
+    launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & x_mask[None, :])
@@ -212,49 +214,64 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
 
 @triton.jit
 def _project_add_kernel(
-    y_ptr, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows, N,
+    y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows, N,
     K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
     n_mask = n < N
     rows = tl.minimum(n, N - 1)
-    part_k: tl.constexpr = (K // SPLITS) if SPLITS > 1 else K
+    prefetch_rows(q_ptr, rows, K, FORMAT, PREFETCH)
+    span: tl.constexpr = K // SPLITS
+    first = tl.arange(0, SPLITS)[:, None, None] * span  # first column of each part
+    rows3, t3 = rows[None, :, None], tl.arange(0, T)[None, None, :]
     wait_previous(PDL)
+    at = scale_at(s_ptr, rows3, K, BK, FORMAT)
+    if FORMAT == INT4 or FORMAT == FP8:
+        at += first // BK
+    if FORMAT == NVFP4:
+        at += first // 16
+    acc = times_rows(
+        tl.zeros([SPLITS, BN, T], tl.float32), q_ptr + rows3 * row_bytes(K, FORMAT) + row_bytes(first, FORMAT), at,
+        y_ptr + t3 * K + first, t3 < n_rows, y_squares_ptr + first // BK * PARTS * n_rows + t3, n_rows, eps,
+        span, K, BK, FORMAT, ASM, STAGES, UNROLL, True, PARTS,
+    )  # fmt: skip
+    launch_next_late(PDL)
+    acc = tl.sum(acc, axis=0)
+    if FORMAT == INT8:
+        acc = acc * tl.load(s_ptr + rows)[:, None]
+    if FORMAT == NVFP4:
+        acc = acc * tl.load(g_ptr)
     xt = tl.arange(0, T)
-    x_mask = xt < n_rows
-    start = split * part_k
-    acc = times_rows(q_ptr, s_ptr, rows, y_ptr, K, xt, x_mask, start, part_k, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
-    if SPLITS > 1:
-        where = partial_ptr + xt[None, :] * N + n[:, None]
-        mask = n_mask[:, None] & x_mask[None, :]
-        tl.store(where + split * n_rows * N, acc, mask=mask)
-        if last_of(counter_ptr + tile, SPLITS):
-            acc = tl.zeros([BN, T], tl.float32)
-            for s in tl.static_range(SPLITS):
-                acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
-            acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
-            add_to_residual(
-                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N
-            )
-    else:
-        acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
-        add_to_residual(acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N)
+    add_to_residual(
+        acc, tile, n, n_mask, xt, xt < n_rows, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N
+    )
 
 
-def project_add(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, workspace: Workspace) -> Residual:
-    """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K]. K is summed in parts of fixed order."""
+def project_add(
+    y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, squares: Tensor | None = None, eps: float = 0.0
+) -> Residual:
+    """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K].
+
+    With `squares` [blocks, parts, T], every block of K / blocks columns of a row of y still lacks its factor 1 / rms,
+    where the parts sum to the block's sum of squares: a norm a head, finished here.
+    """
     rows = y.shape[0]
     a, c = Packed.of(w), configs.config("linear_add", y.device, w.shape[-2])
-    tiles = triton.cdiv(a.n, c.block_n)
-    parts = configs.splits(tiles, a.k // a.step, y.device, c.programs) if a.k % a.step == 0 else 1
-    out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
-    _project_add_kernel[(tiles * parts,)](
-        y, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.squares, workspace.partial, workspace.counters,
-        rows, a.n, K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=parts, FORMAT=a.format, ASM=inline_asm(y),
-        STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(y.device, c.warps),
+    parts = 0 if squares is None else squares.shape[1]
+    assert squares is None or squares.shape[0] * a.step == a.k, "one norm for each group of columns"
+    splits = c.warps
+    while splits > 1 and a.k % (splits * a.step):
+        splits //= 2
+    out = empty_residual(rows, a.n, triton.cdiv(a.n, c.block_n), norm, h.x.dtype)
+    _project_add_kernel[(triton.cdiv(a.n, c.block_n),)](
+        y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.squares,
+        rows, a.n, K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format,
+        ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PARTS=parts, PREFETCH=c.prefetch,
+        **launch(y.device, c.warps),
     )  # fmt: skip
     return out
 

@@ -65,6 +65,16 @@ def project_ref(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -
     return torch.cat(parts, dim=-1).to(h.x.dtype)
 
 
-def project_add_ref(y: Tensor, w: AnyWeight, h: Residual, norm: Tensor) -> Residual:
-    """h + y w^T, ahead of a norm with weight `norm`. y [T, K], w [H, K]."""
-    return residual_ref((h.x.float() + y.float() @ dense_ref(w).T).to(h.x.dtype), norm)
+def project_add_ref(
+    y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, squares: Tensor | None = None, eps: float = 0.0
+) -> Residual:
+    """h + y w^T, ahead of a norm with weight `norm`. y [T, K], w [H, K].
+
+    With `squares` [blocks, parts, T], every block of K / blocks columns of y is first divided by its rms.
+    """
+    y = y.float()
+    if squares is not None:
+        width = y.shape[1] // squares.shape[0]
+        rms = torch.rsqrt(squares.sum(1).T / width + eps)
+        y = y * rms.repeat_interleave(width, dim=1)
+    return residual_ref((h.x.float() + y @ dense_ref(w).T).to(h.x.dtype), norm)

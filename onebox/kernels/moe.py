@@ -16,13 +16,20 @@ from onebox.kernels.linear_ref import AnyWeight, Residual
 from onebox.kernels.moe_ref import Routing
 from onebox.kernels.tile import (
     BF16,
+    FP8,
+    INT4,
+    INT8,
+    NVFP4,
     add_to_residual,
     inverse_rms,
     last_of,
     launch_next,
+    launch_next_late,
     prefetch_rows,
-    scale_rows,
+    row_bytes,
+    scale_at,
     times_rows,
+    times_tile,
     wait_previous,
 )
 
@@ -80,19 +87,17 @@ def _route_kernel(
     x_mask = xt < n_rows
     wide: tl.constexpr = EXPERTS + BN  # a partial row: every expert's logit, then the shared expert's gate
     span: tl.constexpr = H // SPLITS
-    start = split * span
+    is_gate = tile * BN >= E
+    base = gate_ptr if is_gate else router_ptr
+    rows = tl.where(is_gate, 0, tl.minimum(n, E - 1))
+    column = tl.where(is_gate, EXPERTS + tl.arange(0, BN), n)
     wait_previous(PDL)
-    if tile * BN < E:
-        rows = tl.minimum(n, E - 1)
-        acc = times_rows(
-            router_ptr, router_ptr, rows, x_ptr, H, xt, x_mask, start, span, H, T, BN, BK, BF16, False, STAGES, UNROLL
-        )
-        column = n
-    else:
-        acc = times_rows(
-            gate_ptr, gate_ptr, n * 0, x_ptr, H, xt, x_mask, start, span, H, T, BN, BK, BF16, False, STAGES, UNROLL
-        )
-        column = EXPERTS + tl.arange(0, BN)
+    at = base + rows[:, None] * H + split * span
+    acc = times_rows(
+        tl.zeros([BN, T], tl.float32), at, at, x_ptr + xt[None, :] * H + split * span, x_mask[None, :], x_ptr, 0, 0.0,
+        span, H, BK, BF16, False, STAGES, UNROLL,
+    )  # fmt: skip
+    launch_next_late(PDL)
     where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
     tl.store(where, acc, mask=(column < wide)[:, None] & x_mask[None, :])
     if last_of(counter_ptr, tl.num_programs(0)):
@@ -129,14 +134,14 @@ def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: flo
 def _gate_up_tile(
     q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
     H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BN)
     rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(q_ptr, s_ptr, rows, x_ptr, H, xt, x_mask, 0, H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
-    acc = scale_rows(acc, s_ptr, g_ptr, rows, FORMAT)
+    acc = times_tile(q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
+    launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
     share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
@@ -166,7 +171,7 @@ def _gate_up_kernel(
         wait_previous(PDL)
         _gate_up_tile(
             shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, pid, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows,
-            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL,
+            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, PDL,
         )  # fmt: skip
     else:
         wait_previous(PDL)
@@ -176,7 +181,7 @@ def _gate_up_kernel(
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             _gate_up_tile(
                 q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile, x_ptr,
-                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL,
+                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PDL,
             )  # fmt: skip
 
 
@@ -204,84 +209,80 @@ def gate_up(h: Residual, routing: Routing, w: AnyWeight, shared: AnyWeight, eps:
 
 @triton.jit
 def _down_kernel(
-    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, partial_ptr, counter_ptr, n_rows,
+    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows,
     q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    tiles: tl.constexpr = (H + BN - 1) // BN
-    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
     n_mask = n < H
     rows = tl.minimum(n, H - 1)
-    xt = tl.arange(0, T)
-    x_mask = xt < n_rows
-    mask = n_mask[:, None] & x_mask[None, :]
-    where = partial_ptr + xt[None, :] * H + n[:, None]
-    if slot == 0:
-        prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
+    rows3, t3 = rows[None, :, None], tl.arange(0, T)[None, None, :]
+    row_mask = t3 < n_rows
+    prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
     wait_previous(PDL)
     count = tl.load(count_ptr)
-    if slot < count:
-        x = y_ptr + slot * n_rows * I
-        if slot == 0:
-            acc = times_rows(
-                shared_q_ptr,
-                shared_s_ptr,
-                rows,
-                x,
-                I,
-                xt,
-                x_mask,
-                0,
-                I,
-                I,
-                T,
-                BN,
-                SHARED_BK,
-                SHARED_FORMAT,
-                ASM,
-                STAGES,
-                UNROLL,
-            )
-            acc = scale_rows(acc, shared_s_ptr, shared_g_ptr, rows, SHARED_FORMAT)
-        else:
-            expert = tl.load(expert_ptr + slot).to(tl.int64)
-            s, g = s_ptr + expert * s_stride, g_ptr + expert * g_stride
-            acc = times_rows(
-                q_ptr + expert * q_stride, s, rows, x, I, xt, x_mask, 0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL
-            )
-            acc = scale_rows(acc, s, g, rows, FORMAT)
-        tl.store(where + slot * n_rows * H, acc, mask=mask)
-        if last_of(counter_ptr + tile, count):
-            total = tl.zeros([BN, T], tl.float32)
-            for first in range(0, count, 8):  # slots in order; loads of eight in flight
-                for i in tl.static_range(8):
-                    here = mask & ((xt * 0 + (first + i)) < count)[None, :]
-                    total += tl.load(where + (first + i) * n_rows * H, mask=here, other=0.0, cache_modifier=".cg")
-            add_to_residual(
-                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, H
-            )
+    span: tl.constexpr = I // SHARED_SPLITS
+    first = tl.arange(0, SHARED_SPLITS)[:, None, None] * span
+    at = scale_at(shared_s_ptr, rows3, I, SHARED_BK, SHARED_FORMAT)
+    if SHARED_FORMAT == INT4 or SHARED_FORMAT == FP8:
+        at += first // SHARED_BK
+    if SHARED_FORMAT == NVFP4:
+        at += first // 16
+    acc = times_rows(
+        tl.zeros([SHARED_SPLITS, BN, T], tl.float32),
+        shared_q_ptr + rows3 * row_bytes(I, SHARED_FORMAT) + row_bytes(first, SHARED_FORMAT), at, y_ptr + t3 * I + first,
+        row_mask, y_ptr, 0, 0.0, span, I, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, True,
+    )  # fmt: skip
+    shared = tl.sum(acc, axis=0)
+    if SHARED_FORMAT == INT8:
+        shared = shared * tl.load(shared_s_ptr + rows)[:, None]
+    if SHARED_FORMAT == NVFP4:
+        shared = shared * tl.load(shared_g_ptr)
+    # slots are summed as whole numbers: the same bits in any grouping, so a row does not feel its neighbours' experts
+    total = tl.zeros([BN, T], tl.int64)
+    for chunk in range(1, count, SLOTS):
+        slot = chunk + tl.arange(0, SLOTS)
+        live = slot < count
+        expert = tl.load(expert_ptr + slot, mask=live, other=0).to(tl.int64)[:, None, None]
+        slot3 = tl.where(live, slot, 0)[:, None, None]
+        s_at = scale_at(s_ptr + expert * s_stride, rows3, I, BK, FORMAT)
+        acc = times_rows(
+            tl.zeros([SLOTS, BN, T], tl.float32), q_ptr + expert * q_stride + rows3 * row_bytes(I, FORMAT), s_at,
+            y_ptr + (slot3 * n_rows + t3) * I, row_mask & live[:, None, None], y_ptr, 0, 0.0,
+            I, I, BK, FORMAT, ASM, STAGES, UNROLL, True,
+        )  # fmt: skip
+        if FORMAT == INT8:
+            acc = acc * tl.load(s_at)
+        if FORMAT == NVFP4:
+            acc = acc * tl.load(g_ptr + expert * g_stride)
+        total += tl.sum((acc * 4294967296.0).to(tl.int64), axis=0)
+    launch_next_late(PDL)
+    y = total.to(tl.float32) * (1.0 / 4294967296.0) + shared
+    xt = tl.arange(0, T)
+    add_to_residual(y, tile, n, n_mask, xt, xt < n_rows, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, H)
 
 
-def down(
-    y: Tensor, routing: Routing, w: AnyWeight, shared: AnyWeight, h: Residual, norm: Tensor, workspace: Workspace
-) -> Residual:
-    """h + the sum over slots of y[slot] w[slot]^T, in slot order, ahead of a norm with weight `norm`.
+def down(y: Tensor, routing: Routing, w: AnyWeight, shared: AnyWeight, h: Residual, norm: Tensor) -> Residual:
+    """h + the sum over slots of y[slot] w[slot]^T, ahead of a norm with weight `norm`.
 
-    y [slots, T, I] already weighted, w [E, H, I], shared [H, I].
+    y [slots, T, I] already weighted, w [E, H, I], shared [H, I]. Each slot's part of a sum counts to 2^-32.
     """
-    cap, rows, inner = y.shape
+    _, rows, inner = y.shape
     a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device, h.x.shape[1])
     tiles = triton.cdiv(a.n, c.block_n)
+    splits = c.warps
+    while splits > 1 and inner % (splits * b.step):
+        splits //= 2
     out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
-    _down_kernel[(tiles * cap,)](
-        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.squares, workspace.partial,
-        workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
+    _down_kernel[(tiles,)](
+        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.squares, rows,
+        a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
         b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
-        SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
-        **launch(y.device, c.warps),
+        SHARED_BK=b.step, SHARED_FORMAT=b.format, SHARED_SPLITS=splits, SLOTS=c.warps, ASM=inline_asm(y),
+        STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip
     return out

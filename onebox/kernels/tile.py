@@ -168,16 +168,120 @@ def widen(b, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def scale_at(s_ptr, rows, K: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr):
+    """Where the first scale of each weight row lies (FP8 shares one over 128 rows)."""
+    if FORMAT == INT4:
+        at = s_ptr + rows * (K // BK)
+    elif FORMAT == NVFP4:
+        at = s_ptr + rows * (K // 16)
+    elif FORMAT == FP8:
+        at = s_ptr + rows // 128 * ((K + BK - 1) // BK)
+    else:
+        at = s_ptr + rows
+    return at
+
+
+@triton.jit
+def row_bytes(K: tl.constexpr, FORMAT: tl.constexpr):
+    """Elements of q in `K` columns."""
+    return K // 2 if FORMAT >= INT4 else K
+
+
+@triton.jit
+def _across(k, SPLIT: tl.constexpr):
+    return k[None, None, :] if SPLIT else k[None, :]
+
+
+@triton.jit
+def _down(k, SPLIT: tl.constexpr):
+    return k[None, :, None] if SPLIT else k[:, None]
+
+
+@triton.jit
 def times_rows(
+    acc,
+    q_at,
+    s_at,
+    x_at,
+    x_mask,
+    squares_at,
+    n_rows,
+    eps,
+    SPAN: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr = False,
+    PARTS: tl.constexpr = 0,
+):
+    """acc plus weight rows times activation rows over SPAN columns: fp32 [BN, T].
+
+    q_at [BN, 1], s_at [BN, 1] and x_at [1, T] point at the first column. BK is the columns a scale covers (INT4, FP8).
+    INT8's and NVFP4's scales of a row or weight are the caller's. Activation rows where `x_mask` is false count as zero.
+    SPLIT: all of these have a leading dimension of independent products, one a warp. PARTS > 0: every BK columns of an
+    activation row still lack a factor 1 / rms, from PARTS partial sums of squares at squares_at + (block * PARTS) * n_rows.
+    """
+    dtype: tl.constexpr = x_at.dtype.element_ty
+    # several groups an iteration: independent chains for the tensor cores, one barrier for all
+    U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
+    half, columns = tl.arange(0, BK // 2), tl.arange(0, BK)
+    for k_first in tl.range(0, SPAN, BK * U, num_stages=STAGES):
+        for u in tl.static_range(U):
+            k0 = k_first + u * BK
+            if FORMAT == INT4 or FORMAT == FP8:
+                scale = tl.load(s_at + k0 // BK).to(tl.float32)
+            if PARTS > 0:
+                square = tl.zeros(x_at.shape, tl.float32)
+                for p in tl.static_range(PARTS):
+                    square += tl.load(squares_at + (k0 // BK * PARTS + p) * n_rows, mask=x_mask, other=0.0)
+                rms = tl.rsqrt(square / BK + eps)
+            if FORMAT >= INT4:
+                b = tl.load(q_at + _across(k0 // 2 + half, SPLIT))
+                low, high = unpack(b, FORMAT, dtype, ASM)
+                pairs = x_at.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
+                pair = tl.load(pairs + _down(k0 // 2 + half, SPLIT), mask=x_mask, other=0)
+                even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+                odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+                if FORMAT == INT4:
+                    part = (tl.dot(low, even) + tl.dot(high, odd)) * scale
+                else:
+                    block = tl.load(s_at + _across(k0 // 16 + tl.arange(0, BK // 16), SPLIT)).to(tl.float32).to(dtype)
+                    spread: tl.constexpr = block.shape + [8]
+                    flat: tl.constexpr = block.shape[:-1] + [BK // 2]
+                    block = tl.reshape(tl.broadcast_to(tl.expand_dims(block, -1), spread), flat)
+                    part = tl.dot(low * block, even) + tl.dot(high * block, odd)
+            else:
+                if K % BK == 0:
+                    b = tl.load(q_at + _across(k0 + columns, SPLIT))
+                    x = tl.load(x_at + _down(k0 + columns, SPLIT), mask=x_mask, other=0.0)
+                else:
+                    inside = k0 + columns < SPAN
+                    b = tl.load(q_at + _across(k0 + columns, SPLIT), mask=_across(inside, SPLIT), other=0)
+                    x = tl.load(x_at + _down(k0 + columns, SPLIT), mask=x_mask & _down(inside, SPLIT), other=0.0)
+                if FORMAT == BF16:
+                    part = tl.dot(b.to(dtype), x)
+                else:
+                    part = tl.dot(widen(b, FORMAT, dtype, ASM), x)
+                    if FORMAT == FP8:
+                        part = part * scale
+            if PARTS > 0:
+                part = part * rms
+            acc += part
+    return acc
+
+
+@triton.jit
+def times_tile(
     q_ptr,
     s_ptr,
+    g_ptr,
     rows,
     x_ptr,
-    x_stride,
     xt,
     x_mask,
-    k_start,
-    SPAN: tl.constexpr,
     K: tl.constexpr,
     T: tl.constexpr,
     BN: tl.constexpr,
@@ -187,68 +291,24 @@ def times_rows(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """fp32 [BN, T]: weight rows `rows` times activation rows `xt` over columns [k_start, k_start + SPAN).
-
-    BK is the scale's group of columns (INT4, FP8: 128). INT8's row scale is the caller's (`row_scale`), NVFP4's global
-    scale too. Activation rows where `x_mask` is false count as zero.
-    """
-    acc = tl.zeros([BN, T], tl.float32)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # several groups an iteration: independent chains for the tensor cores, one barrier for all
-    U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
-    if FORMAT >= INT4:
-        half = tl.arange(0, BK // 2)
-        pairs = x_ptr.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
-        for k_first in tl.range(k_start, k_start + SPAN, BK * U, num_stages=STAGES):
-            for u in tl.static_range(U):
-                k0 = k_first + u * BK
-                b = tl.load(q_ptr + rows[:, None] * (K // 2) + (k0 // 2 + half)[None, :])
-                low, high = unpack(b, FORMAT, dtype, ASM)
-                pair = tl.load(
-                    pairs + xt[None, :] * (x_stride // 2) + (k0 // 2 + half)[:, None], mask=x_mask[None, :], other=0
-                )
-                even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-                odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-                if FORMAT == INT4:
-                    scale = tl.load(s_ptr + rows * (K // BK) + k0 // BK)
-                    part = tl.dot(low, even) + tl.dot(high, odd)
-                    acc += part * scale.to(tl.float32)[:, None]
-                else:
-                    block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
-                    block = block.to(tl.float32).to(dtype)
-                    scale = tl.reshape(tl.broadcast_to(block[:, :, None], [BN, BK // 16, 8]), [BN, BK // 2])
-                    acc += tl.dot(low * scale, even) + tl.dot(high * scale, odd)
-    else:
-        columns = tl.arange(0, BK)
-        for k_first in tl.range(k_start, k_start + SPAN, BK * U, num_stages=STAGES):
-            for u in tl.static_range(U):
-                k0 = k_first + u * BK
-                if K % BK == 0:
-                    b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :])
-                    x = tl.load(
-                        x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None], mask=x_mask[None, :], other=0.0
-                    )
-                else:
-                    inside = k0 + columns < K
-                    b = tl.load(q_ptr + rows[:, None] * K + (k0 + columns)[None, :], mask=inside[None, :], other=0)
-                    x = tl.load(
-                        x_ptr + xt[None, :] * x_stride + (k0 + columns)[:, None],
-                        mask=x_mask[None, :] & inside[:, None],
-                        other=0.0,
-                    )
-                if FORMAT == BF16:
-                    acc += tl.dot(b.to(dtype), x)
-                elif FORMAT == INT8:
-                    acc += tl.dot(widen(b, FORMAT, dtype, ASM), x)
-                else:
-                    scale = tl.load(s_ptr + (rows // 128) * ((K + BK - 1) // BK) + k0 // BK)
-                    acc += tl.dot(widen(b, FORMAT, dtype, ASM), x) * scale[:, None]
-    return acc
-
-
-@triton.jit
-def scale_rows(acc, s_ptr, g_ptr, rows, FORMAT: tl.constexpr):
-    """Apply the scales that `times_rows` leaves to its caller: INT8's of a row, NVFP4's of the whole weight."""
+    """Weight rows `rows` [BN] times activation rows `xt` [T] over all K columns, every scale applied: fp32 [BN, T]."""
+    acc = times_rows(
+        tl.zeros([BN, T], tl.float32),
+        q_ptr + rows[:, None] * row_bytes(K, FORMAT),
+        scale_at(s_ptr, rows[:, None], K, BK, FORMAT),
+        x_ptr + xt[None, :] * K,
+        x_mask[None, :],
+        x_ptr,
+        0,
+        0.0,
+        K,
+        K,
+        BK,
+        FORMAT,
+        ASM,
+        STAGES,
+        UNROLL,
+    )
     if FORMAT == INT8:
         acc = acc * tl.load(s_ptr + rows)[:, None]
     if FORMAT == NVFP4:
