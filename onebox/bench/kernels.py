@@ -194,20 +194,29 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
-    "linear": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
-    "linear_add": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3), "unroll": (1, 2, 4), "programs": (3, 6)},
-    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (2, 4), "unroll": (1, 2)},
-    "gate_up": {"block_n": (32, 64, 128), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
-    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
-    "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4)},
-    "gated_delta": {"warps": (8, 16)},
+    "linear": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (1, 2, 4), "prefetch": (False, True)},
+    "linear_add": {
+        "block_n": (16, 32),
+        "warps": (4, 8),
+        "stages": (2, 3, 4),
+        "unroll": (1, 2),
+        "prefetch": (False, True),
+    },
+    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (3, 4)},
+    "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (1, 2, 4), "prefetch": (False, True)},
+    "down": {"block_n": (16, 32), "warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2), "prefetch": (False, True)},
+    "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
+    "gated_delta": {"block_n": (16, 32, 64, 128), "warps": (2, 4, 8)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},
 }
+IN_PROGRAM_SPLITS = ("linear_add", "down")  # their warps take parts of a sum, not rows
 
 
 def candidates(kernel: str) -> list[dict[str, int | bool]]:
     choices = CHOICES[kernel]
     every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    if kernel in (*IN_PROGRAM_SPLITS, "gated_delta"):
+        return every
     return [c for c in every if c.get("block_n", 64) >= 16 * c.get("warps", 4)]
 
 
@@ -269,11 +278,14 @@ def main() -> None:
         "--tune", nargs="*", choices=sorted(CHOICES), help="time every candidate configuration of these"
     )
     parser.add_argument("--compile-share", type=int, nargs=2, metavar=("I", "N"), help="only compile candidates I of N")
+    parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--write", type=Path, help="where to write the table with the best choices")
     parser.add_argument("--out", type=Path, default=Path("results/kernels.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels: no CUDA device is visible; this benchmark measures one")
+    if args.pdl is not None:
+        configs.set_pdl(args.pdl)
     device, kernels = torch.device("cuda", 0), args.tune if args.tune else list(CHOICES)
     if args.compile_share:
         compile_candidates(args.shape, args.build, kernels, tuple(args.compile_share), args.batch)
