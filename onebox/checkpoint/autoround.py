@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from onebox.errors import CheckpointError
 from onebox.kernels.int4_ref import Int4Weight
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -31,7 +32,7 @@ def _words(nibbles: Tensor) -> Tensor:  # [A, 8B] uint8 -> [A, B] int32
 
 
 def _zero(zeros: Tensor) -> Tensor | None:  # [K/g, N] -> container's form: None when symmetric
-    return None if bool((zeros == 8).all()) else zeros.T.contiguous()
+    return None if not zeros.is_meta and bool((zeros == 8).all()) else zeros.T.contiguous()
 
 
 def gptq_to_int4(
@@ -74,3 +75,57 @@ def packed_to_int4(weight_packed: Tensor, weight_scale: Tensor, zero_point: Tens
     """compressed-tensors' `pack-quantized`; `zero_point` int32 [N/8, K/g], packed along N."""
     zero = None if zero_point is None else _zero(_nibbles(zero_point.T).contiguous())
     return Int4Weight(_bytes(weight_packed), weight_scale.contiguous(), zero, group)
+
+
+# |scale| / (largest |w| of the group / 8): 1 maps the largest weight to -8, less clips it
+RATIOS = (0.72, 0.78, 0.84, 0.9, 0.95, 1.0, 1.05, 1.1, 8 / 7)
+
+
+def quantize_int4(w: Tensor, group: int, dtype: torch.dtype = torch.float16) -> Int4Weight:
+    """Round to nearest in groups along K, symmetric: [..., N, K] -> Int4Weight.
+
+    Each group's scale is the best of a few clipping ratios in both signs (a negative scale lets the level -8 serve
+    the largest weight of either sign), then of one least-squares step, by squared error with the scale as stored.
+    K is a multiple of `group`. Raises CheckpointError when a scale passes the range of `dtype`.
+    """
+    g = w.float().unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
+    largest = g.gather(-1, g.abs().argmax(-1, keepdim=True))
+    unit = largest / -8.0
+
+    def stored(scale: Tensor) -> Tensor:
+        return scale.to(dtype).float()
+
+    def levels(scale: Tensor) -> Tensor:
+        return torch.where(scale == 0, 0.0, g / scale).round_().clamp_(-8, 7)
+
+    def error(scale: Tensor, q: Tensor) -> Tensor:
+        return (q * scale).sub_(g).square_().sum(-1, keepdim=True)
+
+    best = stored(unit)
+    if not bool(best.isfinite().all()):
+        raise CheckpointError(
+            f"a weight of {float(largest.abs().max()):.3g} needs an INT4 scale past {dtype}; keep this tensor 16-bit."
+        )
+    q = levels(best)
+    least = error(best, q)
+
+    def keep_better(scale: Tensor) -> None:
+        nonlocal best, q, least
+        scale = stored(scale)
+        tried = levels(scale)
+        e = error(scale, tried)
+        better = e < least
+        best, q, least = torch.where(better, scale, best), torch.where(better, tried, q), torch.where(better, e, least)
+
+    for ratio in RATIOS:
+        for sign in (1.0, -1.0):
+            if (ratio, sign) != (1.0, 1.0):
+                keep_better(unit * (ratio * sign))
+    keep_better((g * q).sum(-1, keepdim=True) / q.square().sum(-1, keepdim=True).clamp_min(1e-30))
+    return pack_int4(q.flatten(-2), best.squeeze(-1).to(dtype), group)
+
+
+def pack_int4(q: Tensor, scale: Tensor, group: int) -> Int4Weight:
+    """Levels [..., N, K] in [-8, 7] and scales [..., N, K/group] as a symmetric Int4Weight."""
+    nibbles = (q + 8).to(torch.uint8)
+    return Int4Weight(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale.contiguous(), None, group)

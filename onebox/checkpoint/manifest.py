@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,47 @@ MARK = "onebox_build"  # config.json's word that a manifest belongs to it
 
 def check_finished(path: Path) -> None:
     """Refuse a folder that a build has begun and not finished."""
-    manifest = path / MANIFEST
+    if (path / MANIFEST).exists():
+        return
     unfinished = (path / JOB).exists()
-    if not unfinished and not manifest.exists() and (path / "config.json").exists():
+    if not unfinished and (path / "config.json").exists():
         unfinished = MARK in read_json(path / "config.json")
     if unfinished:
         raise CheckpointError(
             f"{path}: this build is not finished ({MANIFEST} is missing); run its 'onebox build' again."
         )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The manifest of a finished build."""
+    value = read_json(path / MANIFEST)
+    if not isinstance(value.get("errors"), dict):
+        raise CheckpointError(f"{path / MANIFEST}: 'errors' must be an object; it is damaged.")
+    return value
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """The job file of an unfinished build."""
+    state = read_json(path / JOB)
+    shards = state.get("shards")
+    if not isinstance(state.get("fingerprint"), dict) or not isinstance(shards, dict):
+        raise CheckpointError(f"{path / JOB}: not a job file of 'onebox build'; remove the folder.")
+    for name, entry in shards.items():
+        if not isinstance(entry, dict) or not {"bytes", "sha256", "errors"} <= entry.keys():
+            raise CheckpointError(f"{path / JOB}: {name!r} lacks its bytes, hash or errors; remove the folder.")
+    return state
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file, read past the page cache's back: what was read is given back."""
+    sha, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 24):
+            sha.update(block)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), size, len(block), os.POSIX_FADV_DONTNEED)
+            size += len(block)
+    return {"bytes": size, "sha256": sha.hexdigest()}
 
 
 def files(path: Path) -> dict[str, dict[str, Any]]:

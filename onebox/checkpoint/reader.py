@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from onebox.checkpoint import manifest
 from onebox.checkpoint.autoround import awq_to_int4, gptq_to_int4, packed_to_int4
 from onebox.checkpoint.names import Names, is_activation_scale, is_mtp
 from onebox.checkpoint.scheme import PLAIN, Declaration, Scheme, declaration
-from onebox.checkpoint.shards import Shards, TensorInfo, read_json
+from onebox.checkpoint.shards import DTYPES, Shards, TensorInfo, read_json
 from onebox.errors import CheckpointError
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
@@ -68,10 +68,14 @@ class WeightReader:
     modules: dict[str, dict[str, str]]  # canonical module -> suffix -> stored name
     used: set[str] = field(default_factory=set)
     formats: Counter[str] = field(default_factory=Counter)
+    headers_only: bool = False
 
     @classmethod
-    def open(cls, path: str | Path) -> WeightReader:
-        """Check config, index and every header of the folder, before any weight is read."""
+    def open(cls, path: str | Path, *, wanted: Callable[[str], bool] | None = None) -> WeightReader:
+        """Check config, index and every header of the folder, before any weight is read.
+
+        With `wanted`, only the files that hold a tensor of such a stored name need to be there.
+        """
         path = Path(path)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
@@ -79,7 +83,7 @@ class WeightReader:
         manifest.check_finished(path)
         config = read_json(path / "config.json")
         declared = declaration(config, path)
-        shards = Shards.open(path, is_mtp=is_mtp)
+        shards = Shards.open(path, is_mtp=is_mtp, wanted=wanted)
         manifest.check_sizes(path)
         names = Names.of(shards.tensors)
         modules: dict[str, dict[str, str]] = {}
@@ -101,6 +105,28 @@ class WeightReader:
         t = self._take(stored, shape, FLOATS)
         self.formats[format_name(t)] += nbytes(t)
         return t
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """[n, k] of a linear module, by its stored tensors."""
+        scheme, parts = self.scheme(name), self.modules[name]
+        main = next(s for s in ("weight", "qweight", "weight_packed") if s in parts)
+        shape = self.shards.tensors[parts[main]].shape
+        if len(shape) != 2:
+            raise CheckpointError(f"{parts[main]}: found {self.shards.tensors[parts[main]]}, expected a matrix.")
+        if main == "qweight":
+            return (shape[1] * 8, shape[0]) if scheme.packing == "awq" else (shape[1], shape[0] * 8)
+        per_element = {"int4": 8, "nvfp4": 2}.get(scheme.kind, 1)
+        return shape[0], shape[1] * per_element
+
+    def check_module(self, name: str) -> tuple[int, int]:
+        """Like `matrix_shape`, once all tensors of the module have the right shape and dtype. Reads none."""
+        n, k = self.matrix_shape(name)
+        replace(self, headers_only=True)._linear(name, n, k)
+        return n, k
+
+    def read_module(self, name: str) -> Weight:
+        """A linear module of whatever size its tensors say."""
+        return self._linear(name, *self.matrix_shape(name))
 
     def linear(self, name: str, n: int, k: int) -> Weight:
         """The matrix [n, k] of a linear module, in its container."""
@@ -219,7 +245,7 @@ class WeightReader:
         if scheme.packing == "packed":
             scale = self._take(self._scale(name, ("weight_scale",), "INT4"), (n, k // group), ("F16", "BF16"))
             q = self._take(parts["weight_packed"], (n, k // 8), ("I32",))
-            if "weight_shape" in parts:
+            if "weight_shape" in parts and not self.headers_only:
                 shape = self._take(parts["weight_shape"], (2,), ("I64", "I32"))
                 if shape.tolist() != [n, k]:
                     raise CheckpointError(f"{parts['weight_shape']}: says {shape.tolist()}, expected {[n, k]}.")
@@ -234,7 +260,7 @@ class WeightReader:
             scales = self._take(self._scale(name, ("scales",), "INT4"), (k // group, n), ("F16", "BF16"))
             qweight = self._take(parts["qweight"], (k, n // 8) if awq else (k // 8, n), ("I32",))
             qzeros = self._take(parts["qzeros"], (k // group, n // 8), ("I32",)) if "qzeros" in parts else None
-            if "g_idx" in parts:
+            if "g_idx" in parts and not self.headers_only:
                 g_idx = self._take(parts["g_idx"], (k,), ("I32",))
                 if not torch.equal(g_idx, (torch.arange(k) // group).int()):
                     raise CheckpointError(
@@ -244,7 +270,7 @@ class WeightReader:
                 w = awq_to_int4(qweight, scales, qzeros, group)
             else:
                 w = gptq_to_int4(qweight, scales, qzeros, group, scheme.zero_offset)
-        if scheme.sym and w.zero is not None:
+        if scheme.sym and w.zero is not None and not self.headers_only:
             raise CheckpointError(
                 f"{self.published(name)}: config.json declares symmetric INT4, but the zero points are not all 8."
             )
@@ -304,6 +330,8 @@ class WeightReader:
         if info.shape != tuple(shape) or info.dtype not in dtypes:
             raise CheckpointError(f"{stored}: found {info}, expected {'/'.join(dtypes)} {list(shape)} by config.json.")
         self.used.add(stored)
+        if self.headers_only:
+            return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
         return self.shards.read(stored)
 
 

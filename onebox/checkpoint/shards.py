@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -163,13 +163,18 @@ class Shards:
     _open: dict[Path, int] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, *, is_mtp: Any = None) -> Shards:
-        """Read and check every header of the folder.
+    def open(
+        cls,
+        path: Path,
+        *,
+        is_mtp: Callable[[str], bool],
+        wanted: Callable[[str], bool] | None = None,
+    ) -> Shards:
+        """Read and check every header of the folder; with `wanted`, of the indexed files that hold a wanted tensor.
 
         Files that the index does not name may hold only tensors for which `is_mtp(name)` is true; so may extra tensors
         in files that it does name. Raises CheckpointError naming the file and the tensor at fault.
         """
-        is_mtp = is_mtp or (lambda name: name.startswith("mtp.") or ".mtp." in name)
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
             raise CheckpointError(f"{path}: {found}; expected a checkpoint folder.")
@@ -183,13 +188,16 @@ class Shards:
             raise CheckpointError(f"{path}: {len(files)} safetensors files but no {INDEX}; the folder is incomplete.")
         else:
             raise CheckpointError(f"{path}: no safetensors files; is this a checkpoint folder?")
+        if wanted is not None:
+            needed = {file for tensor, file in weight_map.items() if wanted(tensor)}
+            weight_map = {tensor: file for tensor, file in weight_map.items() if file in needed}
         named = sorted(set(weight_map.values()))
         tensors: dict[str, TensorInfo] = {}
         for name in named:
             if name not in files:
                 missing = next(t for t, f in weight_map.items() if f == name)
                 raise CheckpointError(f"{path / name}: the file is missing, the index expects {missing!r} in it.")
-        side = tuple(name for name in files if name not in named)
+        side = tuple(name for name in files if name not in named) if wanted is None else ()
         for name in (*named, *side):
             for info in read_header(path / name):
                 if weight_map.get(info.name) != name and not is_mtp(info.name):
@@ -221,12 +229,19 @@ class Shards:
         assert out.is_contiguous() and out.numel() * out.element_size() == info.nbytes, name
         if info.nbytes == 0:
             return
-        self._fill(info, out.reshape(-1).view(torch.uint8).numpy().data)
+        self._fill(info, _view(out))
 
-    def read_bytes(self, info: TensorInfo, start: int, count: int) -> bytearray:
+    def read_part(self, name: str, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Consecutive elements of a tensor, from its `first`, as `shape`."""
+        info = self.tensors[name]
+        out = torch.empty(shape, dtype=DTYPES[info.dtype])
+        self._fill(info, _view(out), first * out.element_size())
+        return out
+
+    def read_bytes(self, name: str, start: int, count: int) -> bytearray:
         """Bytes [start, start + count) of a tensor."""
         data = bytearray(count)
-        self._fill(info, memoryview(data), start)
+        self._fill(self.tensors[name], memoryview(data), start)
         return data
 
     def _fill(self, info: TensorInfo, view: memoryview, offset: int = 0) -> None:
@@ -257,6 +272,10 @@ class Shards:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _view(out: Tensor) -> memoryview:
+    return out.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _weight_map(index: Path) -> dict[str, str]:
