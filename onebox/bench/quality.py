@@ -1,0 +1,200 @@
+"""Quality of builds against a reference: KL, top-1 agreement, perplexity, and how many drafts a model's own head lands.
+
+    python -m onebox.bench.quality REFERENCE BUILD... --text FILE [--out results/quality.jsonl]
+
+FILE holds one JSON object with a `text` a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from onebox.bench.record import append, environment, rounded
+from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.model.cache import Cache
+from onebox.model.load import load_model
+from onebox.model.qwen3_5 import Qwen35
+from onebox.request import Batch
+
+DRAFTS = 3
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a build's next-token distributions differ from the reference's. KL(reference || build) in nats a token."""
+
+    kl: float
+    top1: float
+    perplexity: float
+    reference_perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Greedy drafts over steps as the engine makes them: `reach[i]` is the share of steps in which drafts 0..i held."""
+
+    reach: tuple[float, ...]
+    steps: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1.0 + sum(self.reach)
+
+
+class Sequences:
+    """`n` sequences over a model with a cache of their own, all fed the same number of tokens at a time."""
+
+    def __init__(self, model: Qwen35, n: int, max_tokens: int) -> None:
+        self.model, self.n, self.length = model, n, 0
+        pages = -(-max_tokens // PAGE_SIZE)
+        self.table = 1 + torch.arange(n * pages, device=model.device).view(n, pages)
+        self.cache = Cache.allocate(
+            model.spec,
+            n_pages=1 + n * pages,
+            n_slots=1 + n,
+            n_snapshots=0,
+            window=1,
+            dtype=model.dtype,
+            device=model.device,
+            mtp=model.mtp is not None,
+        )
+
+    def batch(self, tokens: Tensor, start: int) -> Batch:
+        """tokens [n, T] at positions [start, start + T) of each sequence."""
+        n, t = tokens.shape
+        device = self.model.device
+        position = start + torch.arange(t, device=device)
+        slot = self.table[:, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        return Batch(
+            tokens=tokens.reshape(-1),
+            positions=position.repeat(n),
+            query_start=torch.arange(n + 1, device=device) * t,
+            context_len=torch.full((n,), start, device=device),
+            page_table=self.table,
+            kv_slot=slot.reshape(-1),
+            state_slot=1 + torch.arange(n, device=device),
+            commit=torch.zeros(n, dtype=torch.long, device=device),
+            window=False,
+            max_query=t,
+            max_context=start + t,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Append tokens [n, T]; gives hidden states [n, T, H]."""
+        n, t = tokens.shape
+        hidden = self.model.forward(self.batch(tokens, self.length), self.cache)
+        self.length += t
+        return hidden.view(n, t, -1)
+
+
+def next_token_logits(model: Qwen35, tokens: Tensor) -> Tensor:
+    """tokens [T] -> fp32 logits [T, V] of one fresh sequence."""
+    return model.logits(Sequences(model, 1, len(tokens)).forward(tokens[None])[0])
+
+
+def agreement(reference: Qwen35, build: Qwen35, windows: Sequence[Tensor]) -> Agreement:
+    """Over token windows [T] each: every position but the last predicts its successor."""
+    kl = same = loss = reference_loss = 0.0
+    count = 0
+    for tokens in windows:
+        ours, theirs = (next_token_logits(m, tokens)[:-1].log_softmax(-1) for m in (build, reference))
+        kl += float((theirs.exp() * (theirs - ours)).sum())
+        same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        target = tokens[1:, None]
+        loss -= float(ours.gather(-1, target).sum())
+        reference_loss -= float(theirs.gather(-1, target).sum())
+        count += len(tokens) - 1
+    return Agreement(kl / count, same / count, math.exp(loss / count), math.exp(reference_loss / count), count)
+
+
+def greedy(model: Qwen35, prompts: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
+    """prompts [n, T] -> tokens [n, T + n_new] and hidden states [n, T + n_new - 1, H]."""
+    run = Sequences(model, len(prompts), prompts.shape[1] + n_new)
+    tokens, hidden = prompts, [run.forward(prompts)]
+    for _ in range(n_new - 1):
+        best = model.logits(hidden[-1][:, -1]).argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, best), dim=1)
+        hidden.append(run.forward(best))
+    best = model.logits(hidden[-1][:, -1]).argmax(-1, keepdim=True)
+    return torch.cat((tokens, best), dim=1), torch.cat(hidden, dim=1)
+
+
+def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DRAFTS) -> Acceptance:
+    """Draft along the model's own greedy continuations of prompts [n, T], step by step as speculation would."""
+    tokens, hidden = greedy(model, prompts, n_new)
+    reached, steps = [0] * drafts, 0
+    for row, states in zip(tokens, hidden, strict=True):
+        run = Sequences(model, 1, len(row) + drafts)
+        done, known = 1, prompts.shape[1] + 1  # drafter rows done; tokens known, the last not yet read by the model
+        while known + drafts <= len(row):
+            out = model.draft_forward(run.batch(row[None, done:known], done), states[done - 1 : known - 1], run.cache)
+            done, out = known, out[-1:]
+            accepted = 0
+            for i in range(drafts):
+                draft = model.logits(out).argmax(-1)
+                if int(draft) != int(row[known + i]):
+                    break
+                accepted += 1
+                reached[i] += 1
+                if i + 1 < drafts:
+                    out = model.draft_forward(run.batch(draft[None], known + i), out, run.cache)
+            steps += 1
+            known += accepted + 1
+    return Acceptance(tuple(r / max(steps, 1) for r in reached), steps)
+
+
+def read_texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def windows_of(tokenizer_folder: Path, texts: Sequence[str], length: int) -> list[Tensor]:
+    """One window of at most `length` tokens of each text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    return [torch.tensor(tokenizer.encode(text).ids[:length]) for text in texts]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("builds", type=Path, nargs="+")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with torch.inference_mode():
+        reference = load_model(args.reference, device=args.device).model
+        windows = [w.to(args.device) for w in windows_of(args.reference, read_texts(args.text), args.window)]
+        prompts = torch.stack([w[: args.prompt_tokens] for w in windows if len(w) >= args.prompt_tokens])
+        for path in args.builds:
+            loaded = load_model(path, device=args.device)
+            score = agreement(reference, loaded.model, windows)
+            record = {"bench": "quality", "model": args.reference.name, "build": path.name}
+            record |= {k: rounded(v) for k, v in asdict(score).items()}
+            record["weight_bytes"] = sum(loaded.report.formats.values())
+            line = f"{path.name:20} KL {score.kl:.4f}  top-1 {score.top1:.4f}  ppl {score.perplexity:.3f}"
+            line += f" (reference {score.reference_perplexity:.3f})"
+            if loaded.model.mtp is not None:
+                drafted = acceptance(loaded.model, prompts, args.new_tokens)
+                record |= {"reach": [rounded(r) for r in drafted.reach], "steps": drafted.steps}
+                line += "  drafts " + " / ".join(f"{r:.3f}" for r in drafted.reach)
+            print(line, flush=True)
+            if args.out:
+                append(args.out, {**record, **environment(torch.device(args.device))})
+
+
+if __name__ == "__main__":
+    main()
