@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from onebox.checkpoint.names import Part, canonical, is_vision, part_of
 from onebox.checkpoint.reader import FLOATS, WeightReader
@@ -16,6 +17,8 @@ from onebox.checkpoint.scheme import PLAIN, Scheme
 from onebox.checkpoint.shards import DTYPES
 from onebox.errors import CheckpointError, ConfigError
 from onebox.kernels.nvfp4_ref import NVFP4_BLOCK
+from onebox.kernels.weights import dequantize
+from onebox.kernels.weights import rows as rows_of
 from onebox.ledger import BUILDS, Build
 
 Action = Literal["copy", "repack", "quantize", "dequantize"]
@@ -23,6 +26,7 @@ Output = tuple[str, torch.dtype, tuple[int, ...]]
 KINDS = {"bf16": "16-bit", "int4": "int4", "fp8": "fp8", "int8": "int8", "nvfp4": "nvfp4"}
 QUANTISED: tuple[Part, ...] = ("experts", "shared", "attention", "gdn", "head", "mtp_experts", "mtp_dense")
 MATRICES: tuple[Part, ...] = (*QUANTISED, "router", "gates")
+CHUNK_ELEMENTS = 1 << 22  # weights quantised at a time
 MAIN = ("weight", "qweight", "weight_packed")
 
 
@@ -37,6 +41,34 @@ class Matrix:
     scheme: Scheme
     stored: str  # the tensor that holds its values
     first: int = 0  # 16-bit: flat element of `stored` at which the matrix begins
+
+    @classmethod
+    def of(cls, reader: WeightReader, module: str) -> Matrix:
+        """A module by canonical name, also one expert's where a tensor holds all experts."""
+        if module in reader.modules:
+            return cls(reader, module, *reader.matrix_shape(module), reader.scheme(module), _main(reader, module))
+        experts, _, rest = module.partition(".experts.")
+        which = rest.partition(".")[2]
+        fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}.get(which)
+        stored = reader.modules.get(f"{experts}.experts", {}).get(fused or "")
+        if stored is None or len(reader.shards.tensors[stored].shape) != 3:
+            raise CheckpointError(f"{reader.published(module)}: the checkpoint holds no such tensor.")
+        _, n, k = reader.shards.tensors[stored].shape
+        rows = n if which == "down_proj" else n // 2
+        first = (int(rest.partition(".")[0]) * n + (rows if which == "up_proj" else 0)) * k
+        return cls(reader, module, rows, k, PLAIN, stored, first)
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of at most CHUNK_ELEMENTS weights or so, 16-bit as stored or dequantised."""
+        step = max(CHUNK_ELEMENTS // self.k // 128, 1) * 128
+        loaded = None if self.scheme.kind == "16-bit" else self.reader.read_module(self.module)
+        for start in range(0, self.n, step):
+            count = min(step, self.n - start)
+            if loaded is None:
+                first = self.first + start * self.k
+                yield start, self.reader.shards.read_part(self.stored, first, (count, self.k))
+            else:
+                yield start, dequantize(rows_of(loaded, slice(start, start + count)))
 
 
 @dataclass(frozen=True)
@@ -205,24 +237,21 @@ class _Planner:
 
     def _module(self, module: str, part: Part) -> Item:
         base = self.base
-        found = base.scheme(module)
         n, k = base.check_module(module)
-        matrix = Matrix(base, module, n, k, found, _main(base, module))
+        matrix = Matrix.of(base, module)
         wanted = self._format(part)
-        if wanted == "keep" or KINDS[wanted] == found.kind:
+        if wanted == "keep" or KINDS[wanted] == matrix.scheme.kind:
             return self._as_is(matrix, part, "base", base.published(module))
         if wanted == "fp8" and self.donor is not None:
             return self._from_donor(module, part, n, k)
-        return self._convert(matrix, part, wanted, base.published(module), self._partner(module, n, k))
+        return self._convert(matrix, part, wanted, base.published(module), self._partner(module))
 
-    def _partner(self, module: str, n: int, k: int) -> Matrix | None:
+    def _partner(self, module: str) -> Matrix | None:
         other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}.get(module.rpartition(".")[2])
         if other is None:
             return None
         module = f"{module.rpartition('.')[0]}.{other}"
-        if module not in self.base.modules:
-            raise CheckpointError(f"{self.base.published(module)}: the checkpoint holds no such tensor.")
-        return Matrix(self.base, module, n, k, self.base.scheme(module), _main(self.base, module))
+        return Matrix.of(self.base, module)
 
     def _as_is(self, matrix: Matrix, part: Part, source: str, published: str) -> Item:
         reader, scheme = matrix.reader, matrix.scheme
@@ -250,8 +279,7 @@ class _Planner:
             raise CheckpointError(f"{donor.published(module)}: {list(shape)} in the donor, {[n, k]} in the base.")
         if scheme.kind != "fp8":
             raise CheckpointError(f"{donor.published(module)}: the donor holds {scheme}, FP8 was expected.")
-        matrix = Matrix(donor, module, n, k, scheme, _main(donor, module))
-        return self._as_is(matrix, part, "donor", self.base.published(module))
+        return self._as_is(Matrix.of(donor, module), part, "donor", self.base.published(module))
 
     def _convert(self, matrix: Matrix, part: Part, wanted: str, published: str, partner: Matrix | None = None) -> Item:
         found, n, k = matrix.scheme, matrix.n, matrix.k
@@ -304,27 +332,17 @@ class _Planner:
         if wanted in ("keep", "bf16"):
             yield self._copy(f"{module}.{which}", stored, part)
             return
-        e, n, k = info.shape
-        names, rows = (("gate_proj", "up_proj"), n // 2) if which == "gate_up_proj" else (("down_proj",), n)
-        for i in range(e):
-            matrices = [
-                Matrix(base, f"{module}.{i}.{name}", rows, k, PLAIN, stored, (i * n + j * rows) * k)
-                for j, name in enumerate(names)
-            ]
-            for j, m in enumerate(matrices):
-                partner = matrices[1 - j] if len(matrices) == 2 else None
-                item = (
-                    self._convert(m, part, wanted, base.published(m.module), partner)
-                    if self._fits(wanted, rows, k)
-                    else None
-                )
-                if item is None:
-                    yield self._copy(f"{module}.{which}", stored, part, note="kept 16-bit: does not fit the format")
-                    return
-                yield item
-
-    def _fits(self, wanted: str, n: int, k: int) -> bool:
-        return self._target(wanted, n, k)[0].kind != "16-bit"
+        for name in ("gate_proj", "down_proj"):  # both or none: a layer's experts are stored one way
+            m = Matrix.of(base, f"{module}.0.{name}")
+            scheme, note = self._target(wanted, m.n, m.k)
+            if scheme.kind == "16-bit":
+                yield self._copy(f"{module}.{which}", stored, part, note=note)
+                return
+        names = ("gate_proj", "up_proj") if which == "gate_up_proj" else ("down_proj",)
+        for i in range(info.shape[0]):
+            matrices = [Matrix.of(base, f"{module}.{i}.{name}") for name in names]
+            for m, partner in zip(matrices, (*matrices[1:], matrices[0] if len(matrices) > 1 else None), strict=True):
+                yield self._convert(m, part, wanted, base.published(m.module), partner)
 
     def _tied_head(self) -> Item:
         stored = self.base.names.stored.get("embed_tokens.weight")

@@ -36,11 +36,10 @@ from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.int8_ref import Int8Weight
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
-from onebox.kernels.weights import Packed, Weight, dequantize, rows, tensors, with_tensors
+from onebox.kernels.weights import Packed, Weight, dequantize, tensors, with_tensors
 from onebox.ledger import Build
 
 CHUNK = 1 << 24  # bytes copied at a time
-CHUNK_ELEMENTS = 1 << 22  # weights quantised at a time
 SYNC_EVERY = 1 << 28
 
 # A matrix of 16-bit weights in rows -> its levels, better than round to nearest; None: round to nearest
@@ -412,11 +411,10 @@ class _Work:
     def _quantize(self, matrix: Matrix) -> tuple[Packed, float]:
         """All rows, a chunk at a time: no more than the result and a chunk is in memory."""
         scheme, n = self.item.scheme, matrix.n
-        loaded = None if matrix.scheme.kind == "16-bit" else matrix.reader.read_module(matrix.module)
-        global_scale = self._global_scale(matrix, loaded) if scheme.kind == "nvfp4" else None
+        global_scale = self._global_scale(matrix) if scheme.kind == "nvfp4" else None
         result: Packed | None = None
         lost = total = 0.0
-        for start, x in self._chunks(matrix, loaded):
+        for start, x in matrix.chunks():
             if not bool(x.isfinite().all()):
                 raise CheckpointError(
                     f"{matrix.reader.published(matrix.module)}: holds NaN or Inf; nothing is built on that."
@@ -440,27 +438,12 @@ class _Work:
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
 
-    def _global_scale(self, matrix: Matrix, loaded: Weight | None) -> Tensor:
+    def _global_scale(self, matrix: Matrix) -> Tensor:
         largest = torch.zeros(())
-        for _, x in self._chunks(matrix, loaded):
-            largest = torch.maximum(largest, x.abs().amax().float())
-        partner = self.item.partner
-        if partner is not None:
-            other = None if partner.scheme.kind == "16-bit" else partner.reader.read_module(partner.module)
-            for _, x in self._chunks(partner, other):
+        for each in (matrix, self.item.partner):
+            for _, x in each.chunks() if each else ():
                 largest = torch.maximum(largest, x.abs().amax().float())
         return global_scale_for(largest)
-
-    @staticmethod
-    def _chunks(matrix: Matrix, loaded: Weight | None) -> Iterator[tuple[int, Tensor]]:
-        n, k = matrix.n, matrix.k
-        step = max(CHUNK_ELEMENTS // k // 128, 1) * 128
-        for start in range(0, n, step):
-            count = min(step, n - start)
-            if loaded is None:
-                yield start, matrix.reader.shards.read_part(matrix.stored, matrix.first + start * k, (count, k))
-            else:
-                yield start, dequantize(rows(loaded, slice(start, start + count)))
 
 
 def _quantize(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> Packed:
