@@ -11,6 +11,7 @@ from onebox.kernels.linear_ref import (
     embed_ref,
     normalize_ref,
     normalized_ref,
+    pair_columns,
     project_add_ref,
     project_ref,
     residual_ref,
@@ -30,6 +31,10 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+
+
+def workspace() -> linear.Workspace:
+    return linear.Workspace.allocate(1 << 22, DEVICE)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -52,7 +57,7 @@ def test_project_reads_two_formats_in_one_launch(kind: str, tail: str) -> None:
 def test_project_add_leaves_the_next_norm_half_done(kind: str, t: int, n: int, k: int) -> None:
     norm = rows(n, seed=2, scale=0.1)
     h, y, w = residual_ref(rows(t, n), norm), rows(t, k, seed=3), make_weight(kind, n, k)
-    got, want = linear.project_add(y, w, h, norm), project_add_ref(y, w, h, norm)
+    got, want = linear.project_add(y, w, h, norm, workspace()), project_add_ref(y, w, h, norm)
     assert_close(got.x, want.x)
     assert_close(normalized_ref(got, EPS), normalized_ref(want, EPS))
 
@@ -62,7 +67,10 @@ def test_project_add_finishes_a_norm_a_head(kind: str) -> None:
     norm, w = rows(100, seed=2, scale=0.1), make_weight(kind, 100, 512)
     h, y = residual_ref(rows(3, 100), norm), rows(3, 512, seed=3)
     squares = rows(4, 2, 3, seed=4).float().square() * 64 + 1
-    got, want = linear.project_add(y, w, h, norm, squares, EPS), project_add_ref(y, w, h, norm, squares, EPS)
+    got, want = (
+        linear.project_add(y, w, h, norm, workspace(), squares, EPS),
+        project_add_ref(y, w, h, norm, squares, EPS),
+    )
     assert_close(got.x, want.x)
 
 
@@ -74,10 +82,20 @@ def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
     for i in (0, 7):
         one = residual_ref(x[i : i + 1], norm)
         assert torch.equal(linear.project(one, w, None, EPS)[0], linear.project(eight, w, None, EPS)[i])
-        a = linear.project_add(y[i : i + 1], v, one, norm)
-        b = linear.project_add(y, v, eight, norm)
+        a = linear.project_add(y[i : i + 1], v, one, norm, workspace())
+        b = linear.project_add(y, v, eight, norm, workspace())
         assert torch.equal(a.x[0], b.x[i]) and torch.equal(a.scaled[0], b.scaled[i])
         assert torch.equal(a.squares[:, 0], b.squares[:, i])
+
+
+def test_project_add_takes_paired_columns_and_gives_them() -> None:
+    norm, w, next_w = rows(256, seed=2, scale=0.1), make_weight("int4", 256, 512), make_weight("int4", 90, 256, seed=8)
+    h, y = residual_ref(rows(3, 256), norm), rows(3, 512, seed=3)
+    got = linear.project_add(pair_columns(y), w, h, norm, workspace(), paired=True)
+    want = project_add_ref(y, w, h, norm)
+    assert_close(got.x, want.x)
+    assert torch.equal(got.paired, pair_columns(got.scaled))
+    assert_close(linear.project(got, next_w, None, EPS), project_ref(want, next_w, None, EPS))
 
 
 def test_embed_and_normalize() -> None:

@@ -43,7 +43,9 @@ def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shar
     shared_w = make_weight(shared, 2 * inner, h, seed=6), make_weight(shared, h, inner, seed=7)
     norm, work = rows(h, seed=8, scale=0.1), space()
     routing = moe.route(x, router, gate, k, EPS, work)
-    got = moe.down(moe.gate_up(x, routing, up_w, shared_w[0], EPS), routing, down_w, shared_w[1], x, norm)
+    pairs = linear.wants_pairs(down_w), linear.wants_pairs(shared_w[1])
+    y = moe.gate_up(x, routing, up_w, shared_w[0], EPS, pairs)
+    got = moe.down(y, routing, down_w, shared_w[1], x, norm, work, pairs)
     normed = normalized_ref(x, EPS)
     want = slots_ref(
         normed,
@@ -69,9 +71,14 @@ def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
     def run(x: Residual) -> torch.Tensor:
         work = space()
         routing = moe.route(x, router, gate, k, EPS, work)
-        return moe.down(moe.gate_up(x, routing, up_w, shared[0], EPS), routing, down_w, shared[1], x, norm).x
+        return moe.down(moe.gate_up(x, routing, up_w, shared[0], EPS), routing, down_w, shared[1], x, norm, work).x
 
     together = run(eight)
     for i in (0, 5):
-        one = Residual(eight.x[i : i + 1], eight.scaled[i : i + 1], eight.squares[:, i : i + 1].contiguous())
+        one = Residual(
+            *(v[i : i + 1] for v in (eight.x, eight.scaled)),
+            eight.squares[:, i : i + 1].contiguous(),
+            eight.paired[i : i + 1],
+            eight.sums[:, i : i + 1].contiguous(),
+        )
         assert torch.equal(run(one)[0], together[i])

@@ -53,7 +53,8 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
     slots = sum(float(r.count) for r in routings) / len(routings)
     hidden = linear.normalize(h, eps)
     first = model.layers[0]
-    z = moe.gate_up(h, routings[0], first.gate_up, first.shared_gate_up, eps)
+    pairs = linear.wants_pairs(first.down), linear.wants_pairs(first.shared_down)
+    z = moe.gate_up(h, routings[0], first.gate_up, first.shared_gate_up, eps, pairs)
     one = 1 / spec.n_experts
     out: list[Piece] = []
 
@@ -76,7 +77,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             "gated_delta",
             [
                 lambda x=x, s=s: gated_delta.window(
-                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len, eps
+                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len
                 )  # type: ignore[misc]
                 for x, s in zip(gdn, model.states, strict=False)
             ],
@@ -85,7 +86,10 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         add(
             "gdn out",
             "linear_add",
-            [lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, squares, eps) for x in gdn],
+            [
+                lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, work, squares, eps, linear.wants_pairs(x.out))
+                for x in gdn
+            ],
             weight_bytes(gdn[0].out),
         )  # type: ignore[misc]
     if attention:
@@ -123,7 +127,10 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         add(
             "attention out",
             "linear_add",
-            [lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm) for x in attention],
+            [
+                lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm, work, paired=linear.wants_pairs(x.out))
+                for x in attention
+            ],
             weight_bytes(attention[0].out),
         )  # type: ignore[misc]
     add(
@@ -136,7 +143,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         "gate_up",
         "gate_up",
         [
-            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, x.shared_gate_up, eps)  # type: ignore[misc]
+            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, x.shared_gate_up, eps, pairs)  # type: ignore[misc]
             for x, r in zip(model.layers, routings, strict=True)
         ],
         weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_gate_up),
@@ -145,7 +152,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         "down",
         "down",
         [
-            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm)  # type: ignore[misc]
+            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm, work, pairs)  # type: ignore[misc]
             for x, r in zip(model.layers, routings, strict=True)
         ],
         weight_bytes(first.down) * one * (slots - 1) + weight_bytes(first.shared_down),
@@ -194,7 +201,7 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
-    "linear": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (1, 2, 4), "prefetch": (False, True)},
+    "linear": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (2, 4)},
     "linear_add": {
         "block_n": (16, 32),
         "warps": (4, 8),
@@ -203,19 +210,18 @@ CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
         "prefetch": (False, True),
     },
     "route": {"warps": (2, 4), "programs": (1, 2), "stages": (3, 4)},
-    "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (1, 2, 4), "prefetch": (False, True)},
-    "down": {"block_n": (16, 32), "warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2), "prefetch": (False, True)},
+    "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (2, 4)},
+    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
     "gated_delta": {"block_n": (16, 32, 64, 128), "warps": (2, 4, 8)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},
 }
-IN_PROGRAM_SPLITS = ("linear_add", "down")  # their warps take parts of a sum, not rows
 
 
 def candidates(kernel: str) -> list[dict[str, int | bool]]:
     choices = CHOICES[kernel]
     every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    if kernel in (*IN_PROGRAM_SPLITS, "gated_delta"):
+    if kernel == "gated_delta":
         return every
     return [c for c in every if c.get("block_n", 64) >= 16 * c.get("warps", 4)]
 

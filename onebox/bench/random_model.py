@@ -225,13 +225,14 @@ class RandomModel:
             else:
                 y, squares = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query), None
                 attention += 1
-            h = linear.project_add(y, layer.out, h, layer.mlp_norm, squares, eps)
+            h = linear.project_add(y, layer.out, h, layer.mlp_norm, work, squares, eps, linear.wants_pairs(layer.out))
             routing = moe.route(h, layer.router, layer.shared_gate, spec.top_k, eps, work)
             if counts is not None:
                 counts.append(routing.count)
-            z = moe.gate_up(h, routing, layer.gate_up, layer.shared_gate_up, eps)
+            pairs = linear.wants_pairs(layer.down), linear.wants_pairs(layer.shared_down)
+            z = moe.gate_up(h, routing, layer.gate_up, layer.shared_gate_up, eps, pairs)
             norm = self.layers[n + 1].mixer_norm if n + 1 < len(self.layers) else self.norm
-            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm)
+            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm, work, pairs)
         return linear.normalize(h, eps)
 
     def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -239,6 +240,7 @@ class RandomModel:
         mixed = linear.project(h, layer.project, None, self.spec.norm_eps)
         return gated_delta.window(
             mixed, layer.window, state, rows.query_start, rows.state_slot, rows.commit, rows.context_len,
+            linear.wants_pairs(layer.out),
         )  # fmt: skip
 
     def attention_mixer(
@@ -248,7 +250,7 @@ class RandomModel:
         qkv = linear.project(h, layer.project, None, self.spec.norm_eps)
         return paged_attention.gated_attention(
             qkv, *layer.head_norms, rope, pages, rows.page_table, rows.kv_slot, rows.positions, rows.query_start,
-            max_query, self.spec.n_heads, self.spec.norm_eps, self.workspace,
+            max_query, self.spec.n_heads, self.spec.norm_eps, self.workspace, paired=linear.wants_pairs(layer.out),
         )  # fmt: skip
 
     def step(self, rows: Rows) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from onebox.kernels import configs
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights
 from onebox.kernels.linear import launch
-from onebox.kernels.tile import launch_next, wait_previous
+from onebox.kernels.tile import launch_next, launch_next_late, paired_column, wait_previous
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _delta_kernel(
     mixed_ptr, mixed_stride, rows_ptr, out_ptr, query_start_ptr, slot_ptr, commit_ptr, context_ptr,
     state_ptr, old_k_ptr, v_ptr, gates_ptr, old_gates_ptr, norm_ptr, squares_ptr, n_rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     part, hv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -158,6 +158,7 @@ def _delta_kernel(
         old_k, old_v, old_g, old_beta = _pending_row(
             old_k_ptr, v_ptr, old_gates_ptr, b, slot, following, at_k, at_v, hv, HK, HV, DK, DV, W
         )
+    launch_next_late(PDL)
     tl.store(state_at, s)
     for i in range(end - first):
         q = q * (DK**-0.5)
@@ -169,7 +170,8 @@ def _delta_kernel(
         square = squares_ptr + (hv * (DV // BV) + part) * n_rows + first + i
         tl.store(square, tl.sum(o * o, axis=0))
         o = o * norm * z * tl.sigmoid(z)
-        tl.store(out_ptr + (first + i) * (HV * DV) + at_v, o.to(out_ptr.dtype.element_ty))
+        column = paired_column(at_v) if PAIRED else at_v
+        tl.store(out_ptr + (first + i) * (HV * DV) + column, o.to(out_ptr.dtype.element_ty))
         # pending values of this part of the head are read by this program alone
         tl.store(v_ptr + (slot * W + i) * (HV * DV) + at_v, v.to(v_ptr.dtype.element_ty))
         if first + i + 1 < end:
@@ -187,13 +189,15 @@ def window(
     state_slot: Tensor,
     commit: Tensor,
     context_len: Tensor,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Window rows through convolution, gates and delta rule, up to each head's norm. `state` moves in place.
 
     mixed [T, C + Hv Dv + 2 Hv] holds each row's qkv, z, b and a. Rows of sequence b are [query_start[b],
     query_start[b+1]), at most W of them, and become slot state_slot[b]'s pending window. Gives y [T, Hv Dv], the norm's
     weight and the gate applied, and squares [Hv, parts, T], whose sum over parts is what the norm divides by
-    (`project_add` finishes it: a head's columns are in several programs here).
+    (`project_add` finishes it: a head's columns are in several programs here). `paired` lays y's columns out as
+    `wants_pairs` says.
     """
     _, hv, dk, dv = state.s.shape
     width, hk = state.k.shape[1], state.k.shape[2]
@@ -216,6 +220,6 @@ def window(
     _delta_kernel[(dv // block, hv, batch)](
         mixed, mixed.stride(0), inner, out, query_start, state_slot, commit, context_len,
         state.s, old_k, state.v, gates, old_gates, w.norm, squares, rows,
-        HK=hk, HV=hv, DK=dk, DV=dv, BV=block, W=width, **launch(device, c.warps),
+        HK=hk, HV=hv, DK=dk, DV=dv, BV=block, W=width, PAIRED=paired, **launch(device, c.warps),
     )  # fmt: skip
     return out, squares

@@ -10,7 +10,7 @@ from torch import Tensor
 from onebox.kernels import configs
 from onebox.kernels.linear import Packed, Workspace, inline_asm, launch, row_tile
 from onebox.kernels.linear_ref import AnyWeight
-from onebox.kernels.tile import last_of, launch_next, prefetch_rows, times_tile, wait_previous
+from onebox.kernels.tile import last_of, launch_next, prefetch_rows, times_rows, wait_previous
 
 
 @triton.jit
@@ -27,7 +27,10 @@ def _head_kernel(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_tile(q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
+    acc = times_rows(
+        q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0, x_ptr,
+        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0, 0,
+    )  # fmt: skip
     if LOGITS:
         # int64: row * vocabulary passes 2**31 at 8649 rows; rows are few, tiles are not
         tl.store(logits_ptr + xt[None, :] * V + n[:, None], acc, mask=(n < V)[:, None] & x_mask[None, :])

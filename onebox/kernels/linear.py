@@ -26,13 +26,12 @@ from onebox.kernels.tile import (
     NVFP4,
     add_to_residual,
     inverse_rms,
+    last_of,
     launch_next,
     launch_next_late,
+    paired_column,
     prefetch_rows,
-    row_bytes,
-    scale_at,
     times_rows,
-    times_tile,
     wait_previous,
 )
 
@@ -93,10 +92,16 @@ def inline_asm(x: Tensor) -> bool:
     return not configs.INTERPRET and x.dtype == torch.bfloat16
 
 
+def wants_pairs(w: AnyWeight) -> bool:
+    """Whether a weight's kernels read activations whose 128 columns lie as the even ones, then the odd ones."""
+    return isinstance(w, Int4Weight) and w.group == 128
+
+
 @triton.jit
 def _embed_kernel(
-    tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows, H, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr, n_rows, H,
+    BLOCK: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     t, part = tl.program_id(0), tl.program_id(1)
     launch_next(PDL)
     wait_previous(PDL)
@@ -106,18 +111,22 @@ def _embed_kernel(
     tl.store(x_ptr + t * H + n, x, mask=n < H)
     x = x.to(tl.float32)
     w = 1.0 + tl.load(norm_ptr + n, mask=n < H, other=0.0).to(tl.float32)
-    tl.store(scaled_ptr + t * H + n, (x * w).to(scaled_ptr.dtype.element_ty), mask=n < H)
+    scaled = (x * w).to(scaled_ptr.dtype.element_ty)
+    tl.store(scaled_ptr + t * H + n, scaled, mask=n < H)
     tl.store(squares_ptr + part * n_rows + t, tl.sum(x * x, axis=0))
+    if PAIRED:
+        tl.store(paired_ptr + t * H + paired_column(n), scaled, mask=n < H)
+        tl.store(sums_ptr + part * n_rows + t, tl.sum(scaled.to(tl.float32), axis=0))
 
 
 def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
     """Rows of the embedding [V, H] for tokens [T], ahead of the first norm."""
     rows, h = tokens.shape[0], embedding.shape[1]
-    parts = triton.cdiv(h, 1024)
-    out = empty_residual(rows, h, parts, norm)
-    _embed_kernel[(rows, parts)](
-        tokens, embedding, norm, out.x, out.scaled, out.squares, rows, h, BLOCK=1024, **launch(tokens.device, 4)
-    )
+    out = empty_residual(rows, h, 128, norm)
+    _embed_kernel[(rows, triton.cdiv(h, 128))](
+        tokens, embedding, norm, out.x, out.scaled, out.paired, out.squares, out.sums, rows, h,
+        BLOCK=128, PAIRED=h % 128 == 0, **launch(tokens.device, 1),
+    )  # fmt: skip
     return out
 
 
@@ -157,9 +166,10 @@ def normalize(h: Residual, eps: float) -> Tensor:
 
 @triton.jit
 def _project_tile(
-    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows, eps,
-    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, paired_ptr, sums_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows,
+    eps, H: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     n = tile * BN + tl.arange(0, BN)
     rows = tl.minimum(n, N - 1)
@@ -167,7 +177,11 @@ def _project_tile(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_tile(q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
+    source = paired_ptr if SUMS > 0 else x_ptr
+    acc = times_rows(
+        q_ptr, s_ptr, g_ptr, rows, source, xt, x_mask, n_rows, 0, x_ptr, 0.0, sums_ptr,
+        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, SUMS > 0, SUMS, 0,
+    )  # fmt: skip
     launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
@@ -176,22 +190,22 @@ def _project_tile(
 
 @triton.jit
 def _project_kernel(
-    x_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr, g2_ptr, N2,
-    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    BK2: tl.constexpr, FORMAT2: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, paired_ptr, sums_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr,
+    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, SUMS2: tl.constexpr, T: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, BK2: tl.constexpr, FORMAT2: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile, tiles = tl.program_id(0), tl.cdiv(N, BN)
     if tile < tiles:
         _project_tile(
-            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
-            H, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, paired_ptr, sums_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows,
+            eps, H, PARTS, SUMS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
     else:
         _project_tile(
-            q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows, eps,
-            H, PARTS, T, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, paired_ptr, sums_ptr, out_ptr, N + N2, squares_ptr,
+            n_parts, n_rows, eps, H, PARTS, SUMS2, T, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
 
 
@@ -204,84 +218,105 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     out = torch.empty(rows, a.n + n2, dtype=h.x.dtype, device=h.x.device)
     grid = (triton.cdiv(a.n, c.block_n) + triton.cdiv(n2, c.block_n),)
     _project_kernel[grid](
-        h.scaled, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n, b.q, b.scale, b.extra, n2,
-        H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows), BN=c.block_n, BK=a.step,
-        FORMAT=a.format, BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
+        h.scaled, h.paired, h.sums, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n,
+        b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), SUMS=sum_parts(h, w),
+        SUMS2=0 if tail is None else sum_parts(h, tail), T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
     )  # fmt: skip
     return out
 
 
+def sum_parts(h: Residual, w: AnyWeight) -> int:
+    """Partial sums a group of 128 columns of h has, for weights whose kernels use them; 0 for the others."""
+    return h.sums.shape[0] * 128 // h.x.shape[1] if wants_pairs(w) and h.x.shape[1] % 128 == 0 else 0
+
+
 @triton.jit
 def _project_add_kernel(
-    y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows, N,
+    y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr,
+    sums_ptr, partial_ptr, counter_ptr, n_rows, N,
     K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
+    OUT_PAIRED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    tile = tl.program_id(0)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     n = tile * BN + tl.arange(0, BN)
     n_mask = n < N
     rows = tl.minimum(n, N - 1)
-    prefetch_rows(q_ptr, rows, K, FORMAT, PREFETCH)
     span: tl.constexpr = K // SPLITS
-    first = tl.arange(0, SPLITS)[:, None, None] * span  # first column of each part
-    rows3, t3 = rows[None, :, None], tl.arange(0, T)[None, None, :]
+    prefetch_rows(q_ptr, rows, K, FORMAT, PREFETCH)
     wait_previous(PDL)
-    at = scale_at(s_ptr, rows3, K, BK, FORMAT)
-    if FORMAT == INT4 or FORMAT == FP8:
-        at += first // BK
-    if FORMAT == NVFP4:
-        at += first // 16
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
     acc = times_rows(
-        tl.zeros([SPLITS, BN, T], tl.float32), q_ptr + rows3 * row_bytes(K, FORMAT) + row_bytes(first, FORMAT), at,
-        y_ptr + t3 * K + first, t3 < n_rows, y_squares_ptr + first // BK * PARTS * n_rows + t3, n_rows, eps,
-        span, K, BK, FORMAT, ASM, STAGES, UNROLL, True, PARTS,
+        q_ptr, s_ptr, g_ptr, rows, y_ptr, xt, x_mask, n_rows, split * span, y_squares_ptr, eps, y_ptr,
+        span, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0, PARTS,
     )  # fmt: skip
     launch_next_late(PDL)
-    acc = tl.sum(acc, axis=0)
-    if FORMAT == INT8:
-        acc = acc * tl.load(s_ptr + rows)[:, None]
-    if FORMAT == NVFP4:
-        acc = acc * tl.load(g_ptr)
-    xt = tl.arange(0, T)
-    add_to_residual(
-        acc, tile, n, n_mask, xt, xt < n_rows, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, N
-    )
+    if SPLITS > 1:
+        where = partial_ptr + xt[None, :] * N + n[:, None]
+        mask = n_mask[:, None] & x_mask[None, :]
+        tl.store(where + split * n_rows * N, acc, mask=mask)
+        if last_of(counter_ptr + tile, SPLITS):
+            acc = tl.zeros([BN, T], tl.float32)
+            for s in tl.static_range(SPLITS):
+                acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
+            add_to_residual(
+                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr,
+                norm_ptr, N, OUT_PAIRED,
+            )  # fmt: skip
+    else:
+        add_to_residual(
+            acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr,
+            norm_ptr, N, OUT_PAIRED,
+        )  # fmt: skip
 
 
 def project_add(
-    y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, squares: Tensor | None = None, eps: float = 0.0
+    y: Tensor,
+    w: AnyWeight,
+    h: Residual,
+    norm: Tensor,
+    workspace: Workspace,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    paired: bool = False,
 ) -> Residual:
-    """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K].
+    """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K]. K is summed in parts of fixed order.
 
     With `squares` [blocks, parts, T], every block of K / blocks columns of a row of y still lacks its factor 1 / rms,
-    where the parts sum to the block's sum of squares: a norm a head, finished here.
+    where the parts sum to the block's sum of squares: a norm a head, finished here. `paired`: every 128 columns of y lie
+    as the even ones, then the odd ones (what `wants_pairs(w)` asks for).
     """
     rows = y.shape[0]
     a, c = Packed.of(w), configs.config("linear_add", y.device, w.shape[-2])
-    parts = 0 if squares is None else squares.shape[1]
     assert squares is None or squares.shape[0] * a.step == a.k, "one norm for each group of columns"
-    splits = c.warps
-    while splits > 1 and a.k % (splits * a.step):
-        splits //= 2
-    out = empty_residual(rows, a.n, triton.cdiv(a.n, c.block_n), norm, h.x.dtype)
-    _project_add_kernel[(triton.cdiv(a.n, c.block_n),)](
-        y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.squares,
-        rows, a.n, K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format,
-        ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PARTS=parts, PREFETCH=c.prefetch,
-        **launch(y.device, c.warps),
+    assert not paired or wants_pairs(w), "paired columns are for INT4 in groups of 128"
+    tiles = triton.cdiv(a.n, c.block_n)
+    splits = configs.splits(tiles, a.k // a.step, y.device, c.programs) if a.k % a.step == 0 else 1
+    out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)
+    _project_add_kernel[(tiles * splits,)](
+        y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.paired,
+        out.squares, out.sums, workspace.partial, workspace.counters, rows, a.n,
+        K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format, ASM=inline_asm(y),
+        STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, PARTS=0 if squares is None else squares.shape[1],
+        OUT_PAIRED=a.n % 128 == 0, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip
     return out
 
 
-def empty_residual(rows: int, width: int, parts: int, like: Tensor, dtype: torch.dtype | None = None) -> Residual:
-    dtype = dtype or like.dtype
+def empty_residual(rows: int, width: int, tile: int, like: Tensor, dtype: torch.dtype | None = None) -> Residual:
+    """Room for a residual stream whose producer's programs have `tile` columns each."""
+    dtype, device = dtype or like.dtype, like.device
+    parts = triton.cdiv(width, tile)
     return Residual(
-        torch.empty(rows, width, dtype=dtype, device=like.device),
-        torch.empty(rows, width, dtype=dtype, device=like.device),
-        torch.empty(parts, rows, dtype=torch.float32, device=like.device),
+        x=torch.empty(rows, width, dtype=dtype, device=device),
+        scaled=torch.empty(rows, width, dtype=dtype, device=device),
+        squares=torch.empty(parts, rows, dtype=torch.float32, device=device),
+        paired=torch.empty(rows, width, dtype=dtype, device=device),
+        sums=torch.empty(parts, rows, dtype=torch.float32, device=device),
     )
 
 

@@ -20,11 +20,15 @@ class Residual:
     """Rows of the residual stream on their way from one kernel to the next, with the next norm half done.
 
     `scaled` = x * (1 + norm weight); `squares` sums to the sum of x^2 over a row. A reader divides by the rms at its end.
+    `paired` is `scaled` with every 128 columns as the even ones, then the odd ones, and `sums` its sums over equal runs of
+    at most 128 columns: what INT4's kernels read. Both mean nothing where H is no multiple of 128.
     """
 
     x: Tensor  # [T, H]
     scaled: Tensor  # [T, H]
     squares: Tensor  # [parts, T] fp32
+    paired: Tensor  # [T, H]
+    sums: Tensor  # [runs, T] fp32
 
 
 def dense_ref(w: AnyWeight) -> Tensor:
@@ -41,7 +45,16 @@ def dense_ref(w: AnyWeight) -> Tensor:
 def residual_ref(x: Tensor, norm: Tensor) -> Residual:
     """x [T, H] as a Residual ahead of a norm with weight [H]."""
     y = x.float()
-    return Residual(x, (y * (1.0 + norm.float())).to(x.dtype), y.square().sum(-1)[None])
+    scaled = (y * (1.0 + norm.float())).to(x.dtype)
+    if x.shape[-1] % 128:
+        return Residual(x, scaled, y.square().sum(-1)[None], scaled, y.square().sum(-1)[None])
+    sums = scaled.float().unflatten(-1, (-1, 128)).sum(-1).T.contiguous()
+    return Residual(x, scaled, y.square().sum(-1)[None], pair_columns(scaled), sums)
+
+
+def pair_columns(x: Tensor) -> Tensor:
+    """Every 128 columns of the last dimension as the even ones, then the odd ones."""
+    return x.unflatten(-1, (-1, 64, 2)).transpose(-1, -2).flatten(-3)
 
 
 def normalized_ref(h: Residual, eps: float) -> Tensor:
@@ -66,13 +79,21 @@ def project_ref(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -
 
 
 def project_add_ref(
-    y: Tensor, w: AnyWeight, h: Residual, norm: Tensor, squares: Tensor | None = None, eps: float = 0.0
+    y: Tensor,
+    w: AnyWeight,
+    h: Residual,
+    norm: Tensor,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    paired: bool = False,
 ) -> Residual:
     """h + y w^T, ahead of a norm with weight `norm`. y [T, K], w [H, K].
 
     With `squares` [blocks, parts, T], every block of K / blocks columns of y is first divided by its rms.
     """
     y = y.float()
+    if paired:
+        y = y.unflatten(-1, (-1, 2, 64)).transpose(-1, -2).flatten(-3)
     if squares is not None:
         width = y.shape[1] // squares.shape[0]
         rms = torch.rsqrt(squares.sum(1).T / width + eps)

@@ -11,25 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from onebox.kernels import configs
-from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, row_tile
+from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, row_tile, sum_parts
 from onebox.kernels.linear_ref import AnyWeight, Residual
 from onebox.kernels.moe_ref import Routing
 from onebox.kernels.tile import (
     BF16,
-    FP8,
-    INT4,
-    INT8,
-    NVFP4,
     add_to_residual,
     inverse_rms,
     last_of,
     launch_next,
     launch_next_late,
+    paired_column,
     prefetch_rows,
-    row_bytes,
-    scale_at,
     times_rows,
-    times_tile,
     wait_previous,
 )
 
@@ -92,10 +86,9 @@ def _route_kernel(
     rows = tl.where(is_gate, 0, tl.minimum(n, E - 1))
     column = tl.where(is_gate, EXPERTS + tl.arange(0, BN), n)
     wait_previous(PDL)
-    at = base + rows[:, None] * H + split * span
     acc = times_rows(
-        tl.zeros([BN, T], tl.float32), at, at, x_ptr + xt[None, :] * H + split * span, x_mask[None, :], x_ptr, 0, 0.0,
-        span, H, BK, BF16, False, STAGES, UNROLL,
+        base, base, base, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0, x_ptr,
+        span, H, T, BN, BK, BF16, False, STAGES, UNROLL, False, 0, 0,
     )  # fmt: skip
     launch_next_late(PDL)
     where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
@@ -132,157 +125,170 @@ def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: flo
 
 @triton.jit
 def _gate_up_tile(
-    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, sums_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    OUT_PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, BN)
     rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_tile(q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL)
+    acc = times_rows(
+        q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0, sums_ptr,
+        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, SUMS > 0, SUMS, 0,
+    )  # fmt: skip
     launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
     share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
     y = tl.where((share > 0)[None, :], gate * tl.sigmoid(gate) * up * share[None, :], 0.0)
     n = tile * (BN // 2) + tl.arange(0, BN // 2)
-    where = out_ptr + (slot * n_rows + xt[None, :]) * I + n[:, None]
+    column = paired_column(n) if OUT_PAIRED else n
+    where = out_ptr + (slot * n_rows + xt[None, :]) * I + column[:, None]
     tl.store(where, y.to(out_ptr.dtype.element_ty), mask=(n < I)[:, None] & x_mask[None, :])
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
+    x_ptr, paired_ptr, sums_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
     q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
-    H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, OUT_I: tl.constexpr, PARTS: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, SHARED_SUMS: tl.constexpr,
     T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
-    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
+    OUT_PAIRED: tl.constexpr, SHARED_OUT_PAIRED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    pid = tl.program_id(0)
-    shared_tiles: tl.constexpr = (SHARED_I * 2 + BN - 1) // BN
     tiles: tl.constexpr = (I * 2 + BN - 1) // BN
-    if pid < shared_tiles:
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if slot == 0:
         if PREFETCH:
             r = tl.arange(0, BN)
-            ahead = tl.minimum(pid * (BN // 2) + r // 2, SHARED_I - 1) + (r % 2) * SHARED_I
+            ahead = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I
             prefetch_rows(shared_q_ptr, ahead, H, SHARED_FORMAT, PREFETCH)
         wait_previous(PDL)
         _gate_up_tile(
-            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, pid, x_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows,
-            eps, H, SHARED_I, PARTS, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, PDL,
+            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, tile, paired_ptr if SHARED_SUMS > 0 else x_ptr, sums_ptr,
+            squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, SHARED_SUMS, T, BN, SHARED_BK,
+            SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_OUT_PAIRED, PDL,
         )  # fmt: skip
     else:
         wait_previous(PDL)
-        slot, tile = 1 + (pid - shared_tiles) // tiles, (pid - shared_tiles) % tiles
         if slot < tl.load(count_ptr):
             # int64: expert * stride passes 2**31 for 16-bit experts
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             _gate_up_tile(
-                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile, x_ptr,
-                squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PDL,
+                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile,
+                paired_ptr if SUMS > 0 else x_ptr, sums_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
+                H, I, PARTS, SUMS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, OUT_PAIRED, PDL,
             )  # fmt: skip
 
 
-def gate_up(h: Residual, routing: Routing, w: AnyWeight, shared: AnyWeight, eps: float) -> Tensor:
+def gate_up(
+    h: Residual,
+    routing: Routing,
+    w: AnyWeight,
+    shared: AnyWeight,
+    eps: float,
+    pairs: tuple[bool, bool] = (False, False),
+) -> Tensor:
     """SiLU(gate) * up of norm(h) for every slot, times the slot's weight: [slots, T, I]; rows not routed there are 0.
 
-    w [E, 2I, H] (gate rows before up rows), shared [2I, H]. Slots past `routing.count` are not written.
+    w [E, 2I, H] (gate rows before up rows), shared [2I, H]. Slots past `routing.count` are not written. `pairs` says for
+    the routed slots and for the shared one whether `down` wants their columns paired (`wants_pairs`).
     """
     rows, width = h.x.shape
     a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device, width)
-    inner, shared_inner = a.n // 2, b.n // 2
-    assert inner == shared_inner, "the shared expert is as wide as a routed one"
+    assert a.n == b.n, "the shared expert is as wide as a routed one"
     cap = routing.weight.shape[0]
-    out = torch.empty(cap, rows, inner, dtype=h.x.dtype, device=h.x.device)
-    grid = (triton.cdiv(b.n, c.block_n) + (cap - 1) * triton.cdiv(a.n, c.block_n),)
-    _gate_up_kernel[grid](
-        h.scaled, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert, routing.count, out,
-        a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0), b.q, b.scale, b.extra,
-        H=width, I=inner, SHARED_I=shared_inner, OUT_I=inner, PARTS=triton.next_power_of_2(h.squares.shape[0]),
-        T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format,
-        ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(h.x.device, c.warps),
+    out = torch.empty(cap, rows, a.n // 2, dtype=h.x.dtype, device=h.x.device)
+    _gate_up_kernel[(cap * triton.cdiv(a.n, c.block_n),)](
+        h.scaled, h.paired, h.sums, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert,
+        routing.count, out, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
+        b.q, b.scale, b.extra, H=width, I=a.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]),
+        SUMS=sum_parts(h, w), SHARED_SUMS=sum_parts(h, shared), T=row_tile(rows), BN=c.block_n, BK=a.step,
+        FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(h.x), STAGES=c.stages,
+        UNROLL=c.unroll, OUT_PAIRED=pairs[0], SHARED_OUT_PAIRED=pairs[1], PREFETCH=c.prefetch,
+        **launch(h.x.device, c.warps),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _down_kernel(
-    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, n_rows,
-    q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
+    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr, partial_ptr,
+    counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, PAIRED: tl.constexpr, SHARED_PAIRED: tl.constexpr, OUT_PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    tile = tl.program_id(0)
+    tiles: tl.constexpr = (H + BN - 1) // BN
+    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tile * BN + tl.arange(0, BN)
     n_mask = n < H
     rows = tl.minimum(n, H - 1)
-    rows3, t3 = rows[None, :, None], tl.arange(0, T)[None, None, :]
-    row_mask = t3 < n_rows
-    prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
+    xt = tl.arange(0, T)
+    x_mask = xt < n_rows
+    mask = n_mask[:, None] & x_mask[None, :]
+    where = partial_ptr + xt[None, :] * H + n[:, None]
+    if slot == 0:
+        prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
     wait_previous(PDL)
     count = tl.load(count_ptr)
-    span: tl.constexpr = I // SHARED_SPLITS
-    first = tl.arange(0, SHARED_SPLITS)[:, None, None] * span
-    at = scale_at(shared_s_ptr, rows3, I, SHARED_BK, SHARED_FORMAT)
-    if SHARED_FORMAT == INT4 or SHARED_FORMAT == FP8:
-        at += first // SHARED_BK
-    if SHARED_FORMAT == NVFP4:
-        at += first // 16
-    acc = times_rows(
-        tl.zeros([SHARED_SPLITS, BN, T], tl.float32),
-        shared_q_ptr + rows3 * row_bytes(I, SHARED_FORMAT) + row_bytes(first, SHARED_FORMAT), at, y_ptr + t3 * I + first,
-        row_mask, y_ptr, 0, 0.0, span, I, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, True,
-    )  # fmt: skip
-    shared = tl.sum(acc, axis=0)
-    if SHARED_FORMAT == INT8:
-        shared = shared * tl.load(shared_s_ptr + rows)[:, None]
-    if SHARED_FORMAT == NVFP4:
-        shared = shared * tl.load(shared_g_ptr)
-    # slots are summed as whole numbers: the same bits in any grouping, so a row does not feel its neighbours' experts
-    total = tl.zeros([BN, T], tl.int64)
-    for chunk in range(1, count, SLOTS):
-        slot = chunk + tl.arange(0, SLOTS)
-        live = slot < count
-        expert = tl.load(expert_ptr + slot, mask=live, other=0).to(tl.int64)[:, None, None]
-        slot3 = tl.where(live, slot, 0)[:, None, None]
-        s_at = scale_at(s_ptr + expert * s_stride, rows3, I, BK, FORMAT)
-        acc = times_rows(
-            tl.zeros([SLOTS, BN, T], tl.float32), q_ptr + expert * q_stride + rows3 * row_bytes(I, FORMAT), s_at,
-            y_ptr + (slot3 * n_rows + t3) * I, row_mask & live[:, None, None], y_ptr, 0, 0.0,
-            I, I, BK, FORMAT, ASM, STAGES, UNROLL, True,
-        )  # fmt: skip
-        if FORMAT == INT8:
-            acc = acc * tl.load(s_at)
-        if FORMAT == NVFP4:
-            acc = acc * tl.load(g_ptr + expert * g_stride)
-        total += tl.sum((acc * 4294967296.0).to(tl.int64), axis=0)
-    launch_next_late(PDL)
-    y = total.to(tl.float32) * (1.0 / 4294967296.0) + shared
-    xt = tl.arange(0, T)
-    add_to_residual(y, tile, n, n_mask, xt, xt < n_rows, n_rows, x_in_ptr, x_ptr, scaled_ptr, squares_ptr, norm_ptr, H)
+    if slot < count:
+        x = y_ptr + slot * n_rows * I
+        if slot == 0:
+            acc = times_rows(
+                shared_q_ptr, shared_s_ptr, shared_g_ptr, rows, x, xt, x_mask, n_rows, 0, x, 0.0, x,
+                I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_PAIRED, 0, 0,
+            )  # fmt: skip
+        else:
+            expert = tl.load(expert_ptr + slot).to(tl.int64)
+            acc = times_rows(
+                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, x, xt, x_mask,
+                n_rows, 0, x, 0.0, x, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0, 0,
+            )  # fmt: skip
+        launch_next_late(PDL)
+        tl.store(where + slot * n_rows * H, acc, mask=mask)
+        if last_of(counter_ptr + tile, count):
+            total = tl.zeros([BN, T], tl.float32)
+            for first in range(0, count, 8):  # slots in order; loads of eight in flight
+                for i in tl.static_range(8):
+                    here = mask & ((xt * 0 + (first + i)) < count)[None, :]
+                    total += tl.load(where + (first + i) * n_rows * H, mask=here, other=0.0, cache_modifier=".cg")
+            add_to_residual(
+                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr,
+                sums_ptr, norm_ptr, H, OUT_PAIRED,
+            )  # fmt: skip
 
 
-def down(y: Tensor, routing: Routing, w: AnyWeight, shared: AnyWeight, h: Residual, norm: Tensor) -> Residual:
-    """h + the sum over slots of y[slot] w[slot]^T, ahead of a norm with weight `norm`.
+def down(
+    y: Tensor,
+    routing: Routing,
+    w: AnyWeight,
+    shared: AnyWeight,
+    h: Residual,
+    norm: Tensor,
+    workspace: Workspace,
+    pairs: tuple[bool, bool] = (False, False),
+) -> Residual:
+    """h + the sum over slots of y[slot] w[slot]^T, in slot order, ahead of a norm with weight `norm`.
 
-    y [slots, T, I] already weighted, w [E, H, I], shared [H, I]. Each slot's part of a sum counts to 2^-32.
+    y [slots, T, I] already weighted (columns paired as `pairs` says), w [E, H, I], shared [H, I].
     """
-    _, rows, inner = y.shape
+    cap, rows, inner = y.shape
     a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device, h.x.shape[1])
     tiles = triton.cdiv(a.n, c.block_n)
-    splits = c.warps
-    while splits > 1 and inner % (splits * b.step):
-        splits //= 2
-    out = empty_residual(rows, a.n, tiles, norm, h.x.dtype)
-    _down_kernel[(tiles,)](
-        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.squares, rows,
-        a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
-        b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
-        SHARED_BK=b.step, SHARED_FORMAT=b.format, SHARED_SPLITS=splits, SLOTS=c.warps, ASM=inline_asm(y),
-        STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(y.device, c.warps),
+    assert cap * rows * a.n <= workspace.partial.numel(), "workspace is too small for these rows"
+    out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)
+    _down_kernel[(tiles * cap,)](
+        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.paired, out.squares, out.sums,
+        workspace.partial, workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0),
+        a.extra.stride(0), b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step,
+        FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll,
+        PAIRED=pairs[0], SHARED_PAIRED=pairs[1], OUT_PAIRED=a.n % 128 == 0, PREFETCH=c.prefetch,
+        **launch(y.device, c.warps),
     )  # fmt: skip
     return out

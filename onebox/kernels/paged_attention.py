@@ -14,7 +14,7 @@ from torch import Tensor
 from onebox.kernels import configs
 from onebox.kernels.linear import Workspace, launch
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
-from onebox.kernels.tile import launch_next, wait_previous
+from onebox.kernels.tile import launch_next, paired_column, wait_previous
 
 MAX_CHUNKS = 128
 
@@ -117,7 +117,7 @@ def _attend_kernel(
 def _merge_kernel(
     partial_ptr, qkv_ptr, qkv_stride, out_ptr, positions_ptr, query_start_ptr, n_sequences,
     HQ: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr, PDL: tl.constexpr,
+    SEQUENCES: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     t, head = tl.program_id(0), tl.program_id(1)
@@ -148,7 +148,9 @@ def _merge_kernel(
         best = top
     gate = tl.load(qkv_ptr + t * qkv_stride + head * 2 * D + D + d).to(tl.float32)
     out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0) * tl.sigmoid(gate)
-    tl.store(out_ptr + (t * HQ + head) * D + d, out.to(out_ptr.dtype.element_ty))
+    column = head * D + d
+    column = paired_column(column) if PAIRED else column
+    tl.store(out_ptr + t * HQ * D + column, out.to(out_ptr.dtype.element_ty))
 
 
 def gated_attention(
@@ -166,12 +168,13 @@ def gated_attention(
     eps: float,
     workspace: Workspace,
     kv_start: int = 0,
+    paired: bool = False,
 ) -> Tensor:
     """Everything between an attention layer's projections: [T, H D], already gated.
 
     qkv [T, 2 H D + 2 Hkv D] holds each head's query and gate, then keys, then values; rope = cos, sin [T, 1, half];
     pages [P, 2, PAGE_SIZE, Hkv, D] get the rows' keys and values first. Entries below `kv_start` are never read. Rows of
-    a sequence rise in position; at most `max_query` of them.
+    a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out as `wants_pairs` says.
     """
     rows, (n_kv, d) = qkv.shape[0], pages.shape[3:]
     cos, sin = rope
@@ -196,6 +199,6 @@ def gated_attention(
     _merge_kernel[(rows, n_heads)](
         workspace.partial, qkv, qkv.stride(0), out, positions, query_start, batch,
         HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16),
-        SEQUENCES=triton.next_power_of_2(batch), **launch(device, 4),
+        SEQUENCES=triton.next_power_of_2(batch), PAIRED=paired, **launch(device, 4),
     )  # fmt: skip
     return out

@@ -58,6 +58,17 @@ fma.rn.bf16x2 $1, $1, one, m;
 fma.rn.bf16x2 $2, $2, one, m;
 fma.rn.bf16x2 $3, $3, one, m;
 }""")
+_INT4_RAW = tl.constexpr("""{
+.reg .b32 a, c;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 c, $4, 0, 0x4342;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, c, 0x000F000F, 0x43004300, 0xEA;
+shr.b32 a, a, 4;
+shr.b32 c, c, 4;
+lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, c, 0x000F000F, 0x43004300, 0xEA;
+}""")
 _NVFP4 = tl.constexpr("""{
 .reg .b32 a, c, t, s, m, z;
 mov.b32 m, 0x7E807E80;
@@ -153,6 +164,18 @@ def unpack(b, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def unpack_raw(b, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """uint8 of two nibbles -> (128 + low, 128 + high): the caller takes 136 times the sum of the activations away."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_RAW, "=&r,=&r,=&r,=&r,r", [b], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = ((b & 15).to(tl.float32) + 128).to(DTYPE), ((b >> 4).to(tl.float32) + 128).to(DTYPE)
+    return low, high
+
+
+@triton.jit
 def widen(b, FORMAT: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """One-byte weights -> exact DTYPE values without their scales."""
     if ASM:
@@ -188,93 +211,7 @@ def row_bytes(K: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _across(k, SPLIT: tl.constexpr):
-    return k[None, None, :] if SPLIT else k[None, :]
-
-
-@triton.jit
-def _down(k, SPLIT: tl.constexpr):
-    return k[None, :, None] if SPLIT else k[:, None]
-
-
-@triton.jit
 def times_rows(
-    acc,
-    q_at,
-    s_at,
-    x_at,
-    x_mask,
-    squares_at,
-    n_rows,
-    eps,
-    SPAN: tl.constexpr,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    ASM: tl.constexpr,
-    STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SPLIT: tl.constexpr = False,
-    PARTS: tl.constexpr = 0,
-):
-    """acc plus weight rows times activation rows over SPAN columns: fp32 [BN, T].
-
-    q_at [BN, 1], s_at [BN, 1] and x_at [1, T] point at the first column. BK is the columns a scale covers (INT4, FP8).
-    INT8's and NVFP4's scales of a row or weight are the caller's. Activation rows where `x_mask` is false count as zero.
-    SPLIT: all of these have a leading dimension of independent products, one a warp. PARTS > 0: every BK columns of an
-    activation row still lack a factor 1 / rms, from PARTS partial sums of squares at squares_at + (block * PARTS) * n_rows.
-    """
-    dtype: tl.constexpr = x_at.dtype.element_ty
-    # several groups an iteration: independent chains for the tensor cores, one barrier for all
-    U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
-    half, columns = tl.arange(0, BK // 2), tl.arange(0, BK)
-    for k_first in tl.range(0, SPAN, BK * U, num_stages=STAGES):
-        for u in tl.static_range(U):
-            k0 = k_first + u * BK
-            if FORMAT == INT4 or FORMAT == FP8:
-                scale = tl.load(s_at + k0 // BK).to(tl.float32)
-            if PARTS > 0:
-                square = tl.zeros(x_at.shape, tl.float32)
-                for p in tl.static_range(PARTS):
-                    square += tl.load(squares_at + (k0 // BK * PARTS + p) * n_rows, mask=x_mask, other=0.0)
-                rms = tl.rsqrt(square / BK + eps)
-            if FORMAT >= INT4:
-                b = tl.load(q_at + _across(k0 // 2 + half, SPLIT))
-                low, high = unpack(b, FORMAT, dtype, ASM)
-                pairs = x_at.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
-                pair = tl.load(pairs + _down(k0 // 2 + half, SPLIT), mask=x_mask, other=0)
-                even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-                odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-                if FORMAT == INT4:
-                    part = (tl.dot(low, even) + tl.dot(high, odd)) * scale
-                else:
-                    block = tl.load(s_at + _across(k0 // 16 + tl.arange(0, BK // 16), SPLIT)).to(tl.float32).to(dtype)
-                    spread: tl.constexpr = block.shape + [8]
-                    flat: tl.constexpr = block.shape[:-1] + [BK // 2]
-                    block = tl.reshape(tl.broadcast_to(tl.expand_dims(block, -1), spread), flat)
-                    part = tl.dot(low * block, even) + tl.dot(high * block, odd)
-            else:
-                if K % BK == 0:
-                    b = tl.load(q_at + _across(k0 + columns, SPLIT))
-                    x = tl.load(x_at + _down(k0 + columns, SPLIT), mask=x_mask, other=0.0)
-                else:
-                    inside = k0 + columns < SPAN
-                    b = tl.load(q_at + _across(k0 + columns, SPLIT), mask=_across(inside, SPLIT), other=0)
-                    x = tl.load(x_at + _down(k0 + columns, SPLIT), mask=x_mask & _down(inside, SPLIT), other=0.0)
-                if FORMAT == BF16:
-                    part = tl.dot(b.to(dtype), x)
-                else:
-                    part = tl.dot(widen(b, FORMAT, dtype, ASM), x)
-                    if FORMAT == FP8:
-                        part = part * scale
-            if PARTS > 0:
-                part = part * rms
-            acc += part
-    return acc
-
-
-@triton.jit
-def times_tile(
     q_ptr,
     s_ptr,
     g_ptr,
@@ -282,6 +219,12 @@ def times_tile(
     x_ptr,
     xt,
     x_mask,
+    n_rows,
+    start,
+    squares_ptr,
+    eps,
+    sums_ptr,
+    SPAN: tl.constexpr,
     K: tl.constexpr,
     T: tl.constexpr,
     BN: tl.constexpr,
@@ -290,30 +233,101 @@ def times_tile(
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    PAIRED: tl.constexpr,
+    SUMS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Weight rows `rows` [BN] times activation rows `xt` [T] over all K columns, every scale applied: fp32 [BN, T]."""
-    acc = times_rows(
-        tl.zeros([BN, T], tl.float32),
-        q_ptr + rows[:, None] * row_bytes(K, FORMAT),
-        scale_at(s_ptr, rows[:, None], K, BK, FORMAT),
-        x_ptr + xt[None, :] * K,
-        x_mask[None, :],
-        x_ptr,
-        0,
-        0.0,
-        K,
-        K,
-        BK,
-        FORMAT,
-        ASM,
-        STAGES,
-        UNROLL,
-    )
+    """Weight rows `rows` [BN] times activation rows `xt` [T] over columns [start, start + SPAN): fp32 [BN, T].
+
+    BK is the columns a scale covers (INT4, FP8: 128). Activation rows where `x_mask` is false count as zero.
+    PAIRED: every 128 columns of x lie as the even ones, then the odd ones, as INT4's nibbles do. SUMS > 0: x's sums over
+    128 / SUMS columns each are at sums_ptr [block, n_rows], so the nibbles' offset leaves the sum, not every weight.
+    PARTS > 0: every BK columns of an x row still lack a factor 1 / rms, from PARTS sums of squares [block, PARTS, n_rows].
+    """
+    acc = tl.zeros([BN, T], tl.float32)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # several groups an iteration: independent chains for the tensor cores, one barrier for all
+    U: tl.constexpr = UNROLL if SPAN % (BK * UNROLL) == 0 else 1
+    half, columns = tl.arange(0, BK // 2), tl.arange(0, BK)
+    q_at = q_ptr + rows[:, None] * (K // 2 if FORMAT >= INT4 else K)
+    x_at = x_ptr + xt[None, :] * K
+    mask = x_mask[None, :]
+    # two 16-bit scales in one load: four bytes are the least that is fetched ahead of its use
+    SCALE_PAIRS: tl.constexpr = FORMAT == INT4 and U % 2 == 0 and (K // BK) % 2 == 0
+    for k_first in tl.range(start, start + SPAN, BK * U, num_stages=STAGES):
+        for u in tl.static_range(U):
+            k0 = k_first + u * BK
+            if FORMAT == INT4:
+                if SCALE_PAIRS:
+                    if u % 2 == 0:
+                        both = tl.load(s_ptr.to(tl.pointer_type(tl.int32)) + (rows * (K // BK) + k0 // BK) // 2)
+                        one = both & 0xFFFF
+                    else:
+                        one = both >> 16
+                    scale = one.to(tl.int16).to(s_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+                else:
+                    scale = tl.load(s_ptr + rows * (K // BK) + k0 // BK).to(tl.float32)
+            if FORMAT == FP8:
+                scale = tl.load(s_ptr + rows // 128 * ((K + BK - 1) // BK) + k0 // BK)
+            if PARTS > 0:
+                square = tl.zeros([T], tl.float32)
+                for p in tl.static_range(PARTS):
+                    square += tl.load(squares_ptr + (k0 // BK * PARTS + p) * n_rows + xt, mask=x_mask, other=0.0)
+                rms = tl.rsqrt(square / BK + eps)
+            if FORMAT >= INT4:
+                b = tl.load(q_at + (k0 // 2 + half)[None, :])
+                if PAIRED:
+                    even = tl.load(x_at + (k0 + half)[:, None], mask=mask, other=0.0)
+                    odd = tl.load(x_at + (k0 + BK // 2 + half)[:, None], mask=mask, other=0.0)
+                else:
+                    pairs = x_at.to(tl.pointer_type(tl.int32))  # even and odd columns of 16-bit activations in one load
+                    pair = tl.load(pairs + (k0 // 2 + half)[:, None], mask=mask, other=0)
+                    even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+                    odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+                if FORMAT == NVFP4:
+                    low, high = unpack(b, FORMAT, dtype, ASM)
+                    block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
+                    block = block.to(tl.float32).to(dtype)
+                    block = tl.reshape(tl.broadcast_to(block[:, :, None], [BN, BK // 16, 8]), [BN, BK // 2])
+                    part = tl.dot(low * block, even) + tl.dot(high * block, odd)
+                elif SUMS > 0:
+                    low, high = unpack_raw(b, dtype, ASM)
+                    total = tl.zeros([T], tl.float32)
+                    for p in tl.static_range(SUMS):
+                        total += tl.load(sums_ptr + (k0 // BK * SUMS + p) * n_rows + xt, mask=x_mask, other=0.0)
+                    part = tl.dot(low, even) + tl.dot(high, odd)
+                    part = (part - 136.0 * total[None, :]) * scale[:, None]
+                else:
+                    low, high = unpack(b, FORMAT, dtype, ASM)
+                    part = (tl.dot(low, even) + tl.dot(high, odd)) * scale[:, None]
+            else:
+                if K % BK == 0:
+                    b = tl.load(q_at + (k0 + columns)[None, :])
+                    x = tl.load(x_at + (k0 + columns)[:, None], mask=mask, other=0.0)
+                else:
+                    inside = k0 + columns < K
+                    b = tl.load(q_at + (k0 + columns)[None, :], mask=inside[None, :], other=0)
+                    x = tl.load(x_at + (k0 + columns)[:, None], mask=mask & inside[:, None], other=0.0)
+                if FORMAT == BF16:
+                    part = tl.dot(b.to(dtype), x)
+                else:
+                    part = tl.dot(widen(b, FORMAT, dtype, ASM), x)
+                    if FORMAT == FP8:
+                        part = part * scale[:, None]
+            if PARTS > 0:
+                part = part * rms[None, :]
+            acc += part
     if FORMAT == INT8:
         acc = acc * tl.load(s_ptr + rows)[:, None]
     if FORMAT == NVFP4:
         acc = acc * tl.load(g_ptr)
     return acc
+
+
+@triton.jit
+def paired_column(n):
+    """Where column n lies when every 128 columns are stored as the even ones, then the odd ones."""
+    return n // 128 * 128 + n % 2 * 64 + n % 128 // 2
 
 
 @triton.jit
@@ -370,11 +384,14 @@ def add_to_residual(
     x_in_ptr,
     x_ptr,
     scaled_ptr,
+    paired_ptr,
     squares_ptr,
+    sums_ptr,
     norm_ptr,
     H: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
-    """x + y for a [BN, T] tile of the residual stream; also what the next norm needs: x (1 + w), and sums of squares."""
+    """x + y for a [BN, T] tile of the residual stream, and what the next norm needs (`Residual`)."""
     where = xt[None, :] * H + n[:, None]
     mask = n_mask[:, None] & x_mask[None, :]
     x = tl.load(x_in_ptr + where, mask=mask, other=0.0).to(tl.float32)
@@ -382,5 +399,10 @@ def add_to_residual(
     tl.store(x_ptr + where, x, mask=mask)
     x = x.to(tl.float32)
     w = 1.0 + tl.load(norm_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    tl.store(scaled_ptr + where, (x * w[:, None]).to(scaled_ptr.dtype.element_ty), mask=mask)
+    scaled = (x * w[:, None]).to(scaled_ptr.dtype.element_ty)
+    tl.store(scaled_ptr + where, scaled, mask=mask)
     tl.store(squares_ptr + tile * n_rows + xt, tl.sum(tl.where(mask, x * x, 0.0), axis=0), mask=x_mask)
+    if PAIRED:
+        tl.store(paired_ptr + xt[None, :] * H + paired_column(n)[:, None], scaled, mask=mask)
+        total = tl.sum(tl.where(mask, scaled.to(tl.float32), 0.0), axis=0)
+        tl.store(sums_ptr + tile * n_rows + xt, total, mask=x_mask)
