@@ -243,7 +243,13 @@ class _Planner:
         if wanted == "keep" or KINDS[wanted] == matrix.scheme.kind:
             return self._as_is(matrix, part, "base", base.published(module))
         if wanted == "fp8" and self.donor is not None:
-            return self._from_donor(module, part, n, k)
+            item = self._from_donor(module, part, n, k)
+            if item is not None:
+                return item
+        exempted = self.base.declared.method != "none" and part in ("experts", "attention", "gdn")
+        if exempted and matrix.scheme.kind == "16-bit" and wanted in ("int4", "nvfp4"):
+            item = self._as_is(matrix, part, "base", base.published(module))
+            return replace(item, note="kept 16-bit: the base exempts it from its own quantisation")
         return self._convert(matrix, part, wanted, base.published(module), self._partner(module))
 
     def _partner(self, module: str) -> Matrix | None:
@@ -269,7 +275,8 @@ class _Planner:
         outputs = tuple((f"{published}.{i.name.rpartition('.')[2]}", DTYPES[i.dtype], i.shape) for i in infos)
         return Item(matrix.module, part, "copy", source, kept, outputs, scheme, reader, matrix)
 
-    def _from_donor(self, module: str, part: Part, n: int, k: int) -> Item:
+    def _from_donor(self, module: str, part: Part, n: int, k: int) -> Item | None:
+        """The donor's FP8; None where base and donor both hold 16 bits, to be quantised here."""
         donor = self.donor
         assert donor is not None
         if module not in donor.modules:
@@ -277,6 +284,8 @@ class _Planner:
         scheme, shape = donor.scheme(module), donor.check_module(module)
         if shape != (n, k):
             raise CheckpointError(f"{donor.published(module)}: {list(shape)} in the donor, {[n, k]} in the base.")
+        if scheme.kind == "16-bit" and self.base.scheme(module).kind == "16-bit":
+            return None
         if scheme.kind != "fp8":
             raise CheckpointError(f"{donor.published(module)}: the donor holds {scheme}, FP8 was expected.")
         return self._as_is(Matrix.of(donor, module), part, "donor", self.base.published(module))

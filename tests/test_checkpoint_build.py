@@ -1,0 +1,416 @@
+"""Builds: every tensor in the planned format, from base or donor; and a build killed at any moment ends the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LAYOUTS, VOCAB, Layout, config, fp8, left_16_bit, make_twin, plain, write
+
+from onebox.bench.quality import next_token_logits
+from onebox.checkpoint.hybrid import Matrix
+from onebox.checkpoint.int8_head import quantize_int8
+from onebox.checkpoint.reader import WeightReader
+from onebox.checkpoint.verify import verify
+from onebox.checkpoint.write import BuildOptions, build, prepare
+from onebox.errors import CheckpointError, ConfigError
+from onebox.ledger import Build
+from onebox.model.load import load_model
+
+TWIN = make_twin()
+
+
+def kinds(path: Path, names: list[str]) -> list[str]:
+    reader = WeightReader.open(path)
+    return [reader.scheme(name).kind for name in names]
+
+
+def hashes(path: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(path.iterdir())}
+
+
+def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+NAMES = [
+    "layers.0.mlp.experts.1.down_proj",
+    "layers.0.mlp.shared_expert.up_proj",
+    "layers.0.linear_attn.in_proj_qkv",
+    "layers.3.self_attn.q_proj",
+    "lm_head",
+    "mtp.layers.0.mlp.experts.0.gate_proj",
+    "mtp.fc",
+    "layers.0.linear_attn.in_proj_a",
+    "layers.0.mlp.gate",
+]
+
+
+@pytest.mark.parametrize("layout", ["bf16", "bf16-fused"])
+@pytest.mark.parametrize(
+    ("recipe", "want"),
+    [
+        ("hybrid", ["int4", "fp8", "int4", "int4", "int8", "int4", "fp8", "16-bit", "16-bit"]),
+        ("int4", ["int4", "16-bit", "int4", "int4", "16-bit", "16-bit", "16-bit", "16-bit", "16-bit"]),
+        ("nvfp4", ["nvfp4", "nvfp4", "nvfp4", "nvfp4", "int8", "nvfp4", "nvfp4", "16-bit", "16-bit"]),
+        ("fp8", ["fp8", "fp8", "fp8", "fp8", "16-bit", "fp8", "fp8", "16-bit", "16-bit"]),
+    ],
+)
+def test_recipe_decides_every_format_and_each_is_near_its_source(
+    layout: str, recipe: str, want: list[str], tmp_path: Path
+) -> None:
+    write(TWIN, tmp_path / "src", layout, vision=True)
+    result = build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(recipe=recipe, shard_bytes=200_000))
+    assert kinds(tmp_path / "out", NAMES) == want
+    report = load_model(tmp_path / "out", mtp=True).report
+    assert report.vision_tensors == 2
+    reader = WeightReader.open(tmp_path / "out")
+    bound = {"int4": 0.13, "nvfp4": 0.11, "fp8": 0.04, "int8": 0.012, "16-bit": 0.0}
+    for name, w in TWIN.matrices.items():
+        if layout == "bf16" or ".experts." not in name or name in reader.modules:
+            m = Matrix.of(reader, name)
+            got = torch.cat([x for _, x in m.chunks()])
+            assert relative_rms(got, w) <= bound[m.scheme.kind], name
+    made = {n for n in reader.modules if n in TWIN.matrices and reader.scheme(n).kind != "16-bit"}
+    assert result.errors.keys() == made
+    verify(tmp_path / "out", str(tmp_path / "src"))
+
+
+@pytest.mark.parametrize(
+    ("mtp", "want"),
+    [
+        ("keep", ["16-bit", "16-bit"]),
+        ("int8", ["int8", "int8"]),
+        ("int4", ["int4", "int4"]),
+        ("fp8", ["fp8", "fp8"]),
+        ("nvfp4", ["nvfp4", "nvfp4"]),
+    ],
+)
+def test_drafter_takes_its_own_format(mtp: str, want: list[str], tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src", mtp="side")
+    build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(mtp=mtp))
+    assert kinds(tmp_path / "out", ["mtp.layers.0.mlp.experts.0.up_proj", "mtp.fc"]) == want
+    assert load_model(tmp_path / "out", mtp=True).report.mtp
+
+
+def test_drafter_can_be_dropped(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(mtp="drop"))
+    report = load_model(tmp_path / "out").report
+    assert not report.mtp and not WeightReader.open(tmp_path / "out").has_mtp()
+
+
+def test_tied_head_gets_a_head_of_its_own(tmp_path: Path) -> None:
+    twin = make_twin(moe=False, tied=True)
+    write(twin, tmp_path / "src", nested=False)
+    build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(recipe=Build(head="int8")))
+    model = load_model(tmp_path / "out", unpack=False).model
+    assert not model.spec.tied
+    tokens = torch.randint(0, VOCAB, (9,))
+    assert torch.equal(model.head.q, quantize_int8(twin.tensors["embed_tokens.weight"]).q)  # type: ignore[union-attr]
+    with torch.inference_mode():
+        got, want = (next_token_logits(m, tokens) for m in (model, load_model(tmp_path / "src").model))
+    assert relative_rms(got, want) < 0.02
+    verify(tmp_path / "out", str(tmp_path / "src"))
+
+
+def with_plain_shared_experts(layout: Layout) -> Layout:
+    """As published INT4 bodies have it."""
+    quant = dict(layout.quantization or {})
+    if quant["quant_method"] == "gptq":
+        quant["dynamic"] = {"-:.*shared_expert.*": {}}
+    for key in ("ignore", "modules_to_not_convert"):
+        if key in quant:
+            quant[key] = [*quant[key], "shared_expert"]
+    return Layout(lambda name: plain if ".shared_expert." in name else layout.encode(name), quant)
+
+
+FP8_WITH_MTP = Layout(
+    lambda name: plain if left_16_bit(name) and (name[:4] != "mtp." or name.endswith("gate")) else fp8,
+    {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b"],
+    },
+)
+
+
+@pytest.mark.parametrize("base", ["autoround", "autoround-g32-asym", "ct-int4", "awq", "gptq"])
+def test_packed_base_keeps_its_levels_and_the_donor_gives_fp8(base: str, tmp_path: Path) -> None:
+    body = write(TWIN, tmp_path / "base", with_plain_shared_experts(LAYOUTS[base]), mtp="side")
+    donor = write(TWIN, tmp_path / "donor", FP8_WITH_MTP)
+    options = BuildOptions(donor=str(tmp_path / "donor"))
+    prepared = prepare(str(tmp_path / "base"), options)
+    assert any("not needed" in note for note in prepared.plan.donor_notes)
+    build(str(tmp_path / "base"), tmp_path / "out", options)
+    reader = WeightReader.open(tmp_path / "out")
+    for name in TWIN.matrices:
+        got = torch.cat([x for _, x in Matrix.of(reader, name).chunks()])
+        if ".shared_expert." in name or name in ("mtp.fc", "mtp.layers.0.self_attn.q_proj"):
+            assert torch.equal(got, donor.meaning[name]), name
+        elif not name.startswith(("lm_head", "mtp.")):
+            assert torch.equal(got.float(), body.meaning[name]), name
+    load_model(tmp_path / "out", mtp=True)
+
+
+def test_donor_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "base", "autoround")
+    base, options = str(tmp_path / "base"), BuildOptions(donor=str(tmp_path / "donor"))
+
+    def donor(change: Callable[[Any], None]) -> None:
+        twin = make_twin()
+        change(twin)
+        write(twin, tmp_path / "donor", "fp8")
+
+    def missing(twin: Any) -> None:
+        for name in [n for n in twin.matrices if n.endswith("layers.2.mlp.shared_expert.up_proj")]:
+            del twin.matrices[name]
+
+    donor(missing)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.shared_expert\.up_proj.*donor"):
+        prepare(base, options)
+    donor(lambda twin: twin.matrices.update({"layers.1.mlp.shared_expert.up_proj": torch.ones(256, 128).bfloat16()}))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.shared_expert\.up_proj.*\[256, 128\].*\[128, 128\]"):
+        prepare(base, options)
+    donor(lambda twin: twin.config.update({"hidden_size": 256}))
+    with pytest.raises(CheckpointError, match="hidden_size 256"):
+        prepare(base, options)
+    donor(lambda twin: twin.matrices.update({"layers.0.mlp.strange.up_proj": torch.ones(8, 128).bfloat16()}))
+    with pytest.raises(CheckpointError, match="strange"):
+        prepare(base, options)
+
+
+def test_only_the_donor_files_that_are_needed_have_to_be_there(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "base", "autoround")
+    donor = write(TWIN, tmp_path / "donor", "fp8", shards=12)
+    needed = {file for name, file in donor.weight_map.items() if ".shared_expert." in name and "mtp." not in name}
+    for file in set(donor.weight_map.values()) - needed:
+        (tmp_path / "donor" / file).unlink()
+    recipe = Build(experts="int4", attention="int4", gdn="int4", shared="fp8")
+    build(str(tmp_path / "base"), tmp_path / "out", BuildOptions(recipe=recipe, donor=str(tmp_path / "donor")))
+    assert len(needed) < 12
+    assert kinds(tmp_path / "out", ["layers.2.mlp.shared_expert.up_proj"]) == ["fp8"]
+
+
+def test_packed_base_is_not_quantised_twice(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "base", "gptq")
+    with pytest.raises(CheckpointError, match=r"shared_expert.*int4.*--fp8-from"):
+        prepare(str(tmp_path / "base"), BuildOptions(recipe="hybrid"))
+
+
+def test_hybrid_exports_to_what_stock_engines_read(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src", "bf16-fused")
+    build(str(tmp_path / "src"), tmp_path / "hybrid")
+    build(str(tmp_path / "hybrid"), tmp_path / "stock", BuildOptions(recipe="int4"))
+    quant = json.loads((tmp_path / "stock" / "config.json").read_text())["quantization_config"]
+    assert (quant["quant_method"], quant["packing_format"]) == ("auto-round", "auto_round:auto_gptq")
+    assert all(entry["bits"] == 16 for entry in quant["extra_config"].values())
+    a, b = (WeightReader.open(tmp_path / d) for d in ("hybrid", "stock"))
+    for name in ("layers.1.mlp.experts.2.up_proj", "layers.1.mlp.shared_expert.up_proj", "lm_head"):
+        ours, theirs = (torch.cat([x for _, x in Matrix.of(r, name).chunks()]) for r in (a, b))
+        assert torch.equal(ours.bfloat16(), theirs.bfloat16()), name
+
+
+def test_plan_knows_the_bytes_before_any_are_written(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    prepared = prepare(str(tmp_path / "src"), BuildOptions(shard_bytes=300_000))
+    result = build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(shard_bytes=300_000))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == prepared.plan.nbytes == result.plan.nbytes
+    assert sorted(set(index["weight_map"].values())) == sorted(prepared.plan.file_names())
+    assert len(list(prepared.plan.lines())) == len(prepared.plan.items) and prepared.seconds() > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_source_with_nan_or_inf_is_refused_by_name(value: float, tmp_path: Path) -> None:
+    twin = make_twin()
+    twin.matrices["layers.2.mlp.experts.1.up_proj"][3, 5] = value
+    write(twin, tmp_path / "src")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.1\.up_proj.*NaN or Inf"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="not finished"):
+        load_model(tmp_path / "out")
+
+
+def test_weights_past_the_scale_range_are_refused_by_name(tmp_path: Path) -> None:
+    twin = make_twin()
+    twin.matrices["layers.2.linear_attn.out_proj"][0, 0] = 1e30
+    write(twin, tmp_path / "src")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.linear_attn\.out_proj.*16-bit"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+
+
+def test_full_disk_is_noticed_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(TWIN, tmp_path / "src")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10_000})())
+    with pytest.raises(ConfigError, match="GB free"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_output_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"notes\.txt"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+    with pytest.raises(ConfigError, match="base itself"):
+        build(str(tmp_path / "src"), tmp_path / "src")
+    assert [f.name for f in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_finished_build_is_kept_and_another_one_is_refused(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    first = build(str(tmp_path / "src"), tmp_path / "out")
+    before = hashes(tmp_path / "out")
+    assert build(str(tmp_path / "src"), tmp_path / "out").errors == first.errors
+    assert hashes(tmp_path / "out") == before
+    with pytest.raises(ConfigError, match="another finished build"):
+        build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(group=64))
+
+
+@pytest.mark.parametrize("target", ["weights", "config", "missing", "surplus"])
+def test_verify_finds_what_changed(target: str, tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    out = tmp_path / "out"
+    build(str(tmp_path / "src"), out)
+    verify(out)
+    shard = next(out.glob("*.safetensors"))
+    if target == "weights":
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(bytes(data))
+        name = shard.name
+    elif target == "config":
+        (out / "config.json").write_text((out / "config.json").read_text().replace("128", "129", 1))
+        name = "config.json"
+    elif target == "missing":
+        (out / "model.safetensors.index.json").unlink()
+        name = "model.safetensors.index.json"
+    else:
+        (out / "extra.safetensors").write_bytes(shard.read_bytes())
+        name = "extra.safetensors"
+    with pytest.raises(CheckpointError, match=name):
+        verify(out)
+
+
+def test_verify_against_another_source_names_the_tensor(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    other = make_twin()
+    other.matrices["layers.1.linear_attn.out_proj"] = torch.randn(128, 128).bfloat16()
+    write(other, tmp_path / "other")
+    build(str(tmp_path / "src"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.linear_attn\.out_proj"):
+        verify(tmp_path / "out", str(tmp_path / "other"))
+
+
+def _build_child(src: str, out: str) -> None:
+    torch.set_num_threads(1)
+    build(src, out, BuildOptions(shard_bytes=40_000))
+
+
+def test_build_killed_at_twenty_random_moments_ends_byte_identical(tmp_path: Path) -> None:
+    src, out = str(tmp_path / "src"), tmp_path / "out"
+    write(TWIN, tmp_path / "src", "bf16-fused")
+    (tmp_path / "src" / "tokenizer.json").write_text("{}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["onebox.checkpoint.write"])
+
+    def start(folder: Path) -> Any:
+        child = context.Process(target=_build_child, args=(src, str(folder)))
+        child.start()
+        return child
+
+    start(tmp_path / "warm").join()  # the server is up
+    begun = time.monotonic()
+    clean = start(tmp_path / "clean")
+    clean.join()
+    seconds = time.monotonic() - begun
+    assert clean.exitcode == 0
+    want = hashes(tmp_path / "clean")
+    rng = random.Random(0)
+    kills = interrupted = 0
+    while kills < 20:
+        child = start(out)
+        child.join(rng.uniform(0.0, seconds))
+        child.kill()
+        child.join()
+        kills += 1
+        if (out / "onebox.json").exists():
+            assert hashes(out) | {"onebox.partial.json": ""} == want | {"onebox.partial.json": ""}
+            for file in out.iterdir():
+                file.unlink()
+        elif (out / "onebox.partial.json").exists():
+            interrupted += 1
+            with pytest.raises(CheckpointError, match="not finished"):
+                load_model(out)
+            with pytest.raises(CheckpointError, match="not finished"):
+                verify(out)
+    assert interrupted >= 5, "the kills came too late to interrupt anything"
+    last = start(out)
+    last.join()
+    assert last.exitcode == 0
+    assert hashes(out) == want
+    verify(out, src)
+
+
+def _sparse_checkpoint(path: Path, layers: int, experts: int, width: int, vocab: int, hidden: int) -> int:
+    """Zeros that take no disk: a header and a long hole. Gives the size in bytes."""
+    values = config(mtp=False) | {"hidden_size": hidden, "num_hidden_layers": layers, "num_experts": experts}
+    values |= {"moe_intermediate_size": width, "vocab_size": vocab, "num_attention_heads": 4}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(layers):
+        shapes[f"model.layers.{i}.mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+        shapes[f"model.layers.{i}.mlp.experts.down_proj"] = (experts, hidden, width)
+        shapes[f"model.layers.{i}.linear_attn.out_proj.weight"] = (hidden, 2048)
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 2
+        for n in shape:
+            size *= n
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.mkdir()
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    (path / "config.json").write_text(json.dumps(values))
+    return at
+
+
+def _measured_build(src: str, out: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    build(src, out, BuildOptions(recipe=Build(experts="fp8", gdn="int4", head="int8"), shard_bytes=1_500_000_000))
+    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+@pytest.mark.slow
+def test_six_gigabytes_build_within_two_and_a_half_of_memory(tmp_path: Path) -> None:
+    size = _sparse_checkpoint(tmp_path / "src", layers=4, experts=64, width=1024, vocab=160_000, hidden=2048)
+    largest = 160_000 * 2048 * 2
+    assert size > 4.5e9 and largest > 6e8
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_measured_build, args=(str(tmp_path / "src"), str(tmp_path / "out"), theirs))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert ours.recv() < 2.5e9
+    for file in (tmp_path / "out").iterdir():
+        os.unlink(file)
