@@ -18,8 +18,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SYMMETRIC_QZERO = 0x77777777
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+def _bytes(x: Tensor) -> Tensor:  # [A, B] int32 -> [A, 4B] uint8
+    return x.reshape(-1).view(torch.uint8).view(x.shape[0], -1)
 
 
 def _nibbles(packed: Tensor) -> Tensor:  # [A, B] int32 -> [A, 8B] uint8, lowest bits first
@@ -28,7 +28,8 @@ def _nibbles(packed: Tensor) -> Tensor:  # [A, B] int32 -> [A, 8B] uint8, lowest
 
 
 def _words(nibbles: Tensor) -> Tensor:  # [A, 8B] uint8 -> [A, B] int32
-    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).contiguous().view(torch.int32)
+    packed = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return packed.reshape(-1).view(torch.int32).view(nibbles.shape[0], -1)
 
 
 def _zero(zeros: Tensor) -> Tensor | None:  # [K/g, N] -> container's form: None when symmetric
@@ -49,7 +50,7 @@ def gptq_to_int4(
 def int4_to_gptq(w: Int4Weight, zero_offset: int = 1) -> dict[str, Tensor]:
     """`qweight`, `qzeros`, `scales` of a matrix [N, K]; N and K are multiples of 8."""
     n, half = w.q.shape
-    qweight = w.q.view(n, half // 4, 4).transpose(0, 1).contiguous().view(torch.int32).squeeze(-1)
+    qweight = w.q.view(n, half // 4, 4).transpose(0, 1).reshape(-1).view(torch.int32).view(half // 4, n)
     groups = w.scale.shape[1]
     zeros = torch.full((groups, n), 8, dtype=torch.uint8) if w.zero is None else w.zero.T.contiguous()
     return {
