@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
         one = Residual(
             *(v[i : i + 1] for v in (eight.x, eight.scaled)),
             eight.squares[:, i : i + 1].contiguous(),
-            eight.paired[i : i + 1],
-            eight.sums[:, i : i + 1].contiguous(),
+            eight.digits[i : i + 1],
+            eight.steps[:, i : i + 1].contiguous(),
         )
         assert torch.equal(run(one)[0], together[i])

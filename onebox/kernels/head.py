@@ -28,8 +28,8 @@ def _head_kernel(
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     acc = times_rows(
-        q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0, x_ptr,
-        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0, 0,
+        q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0,
+        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
     )  # fmt: skip
     if LOGITS:
         # int64: row * vocabulary passes 2**31 at 8649 rows; rows are few, tiles are not

@@ -29,8 +29,9 @@ from onebox.kernels.tile import (
     last_of,
     launch_next,
     launch_next_late,
-    paired_column,
     prefetch_rows,
+    store_digits,
+    times_int4,
     times_rows,
     wait_previous,
 )
@@ -82,10 +83,10 @@ class Workspace:
         )
 
 
-def row_tile(rows: int) -> int:
-    """Rows a kernel computes for: the tensor cores' least, or the next power of two."""
+def row_tile(rows: int, w: AnyWeight | None = None) -> int:
+    """Rows a kernel computes for: the tensor cores' least, or the next power of two. Digits are two columns a row."""
     assert 1 <= rows <= MAX_ROWS, f"{rows} rows in a decode kernel"
-    return max(8, triton.next_power_of_2(rows))
+    return max(4 if w is not None and reads_digits(w) else 8, triton.next_power_of_2(rows))
 
 
 def inline_asm(x: Tensor) -> bool:
@@ -97,10 +98,15 @@ def wants_pairs(w: AnyWeight) -> bool:
     return isinstance(w, Int4Weight) and w.group == 128
 
 
+def reads_digits(w: AnyWeight) -> bool:
+    """Whether a weight's kernels read the residual stream as whole numbers."""
+    return wants_pairs(w)
+
+
 @triton.jit
 def _embed_kernel(
-    tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr, n_rows, H,
-    BLOCK: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    tokens_ptr, table_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr, n_rows,
+    H: tl.constexpr, BLOCK: tl.constexpr, DIGITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t, part = tl.program_id(0), tl.program_id(1)
     launch_next(PDL)
@@ -111,12 +117,15 @@ def _embed_kernel(
     tl.store(x_ptr + t * H + n, x, mask=n < H)
     x = x.to(tl.float32)
     w = 1.0 + tl.load(norm_ptr + n, mask=n < H, other=0.0).to(tl.float32)
-    scaled = (x * w).to(scaled_ptr.dtype.element_ty)
-    tl.store(scaled_ptr + t * H + n, scaled, mask=n < H)
+    scaled = x * w
+    tl.store(scaled_ptr + t * H + n, scaled.to(scaled_ptr.dtype.element_ty), mask=n < H)
     tl.store(squares_ptr + part * n_rows + t, tl.sum(x * x, axis=0))
-    if PAIRED:
-        tl.store(paired_ptr + t * H + paired_column(n), scaled, mask=n < H)
-        tl.store(sums_ptr + part * n_rows + t, tl.sum(scaled.to(tl.float32), axis=0))
+    if DIGITS:
+        row = t + tl.arange(0, 1)
+        live = row < n_rows
+        store_digits(
+            scaled[:, None], n, (n < H)[:, None] & live[None, :], part, row, live, n_rows, digits_ptr, steps_ptr, H
+        )
 
 
 def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
@@ -124,8 +133,8 @@ def embed(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
     rows, h = tokens.shape[0], embedding.shape[1]
     out = empty_residual(rows, h, 128, norm)
     _embed_kernel[(rows, triton.cdiv(h, 128))](
-        tokens, embedding, norm, out.x, out.scaled, out.paired, out.squares, out.sums, rows, h,
-        BLOCK=128, PAIRED=h % 128 == 0, **launch(tokens.device, 1),
+        tokens, embedding, norm, out.x, out.scaled, out.digits, out.squares, out.steps, rows,
+        H=h, BLOCK=128, DIGITS=h % 128 == 0, **launch(tokens.device, 1),
     )  # fmt: skip
     return out
 
@@ -166,8 +175,8 @@ def normalize(h: Residual, eps: float) -> Tensor:
 
 @triton.jit
 def _project_tile(
-    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, paired_ptr, sums_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows,
-    eps, H: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, digits_ptr, steps_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows,
+    eps, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -177,11 +186,13 @@ def _project_tile(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    source = paired_ptr if SUMS > 0 else x_ptr
-    acc = times_rows(
-        q_ptr, s_ptr, g_ptr, rows, source, xt, x_mask, n_rows, 0, x_ptr, 0.0, sums_ptr,
-        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, SUMS > 0, SUMS, 0,
-    )  # fmt: skip
+    if DIGITS:
+        acc = times_int4(q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
+    else:
+        acc = times_rows(
+            q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0,
+            H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
+        )  # fmt: skip
     launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
@@ -190,8 +201,8 @@ def _project_tile(
 
 @triton.jit
 def _project_kernel(
-    x_ptr, paired_ptr, sums_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr,
-    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, SUMS2: tl.constexpr, T: tl.constexpr,
+    x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr,
+    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, DIGITS2: tl.constexpr, T: tl.constexpr, T2: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, BK2: tl.constexpr, FORMAT2: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -199,13 +210,13 @@ def _project_kernel(
     tile, tiles = tl.program_id(0), tl.cdiv(N, BN)
     if tile < tiles:
         _project_tile(
-            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, paired_ptr, sums_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows,
-            eps, H, PARTS, SUMS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows,
+            eps, H, PARTS, DIGITS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
     else:
         _project_tile(
-            q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, paired_ptr, sums_ptr, out_ptr, N + N2, squares_ptr,
-            n_parts, n_rows, eps, H, PARTS, SUMS2, T, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr,
+            n_parts, n_rows, eps, H, PARTS, DIGITS2, T2, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
 
 
@@ -218,27 +229,22 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     out = torch.empty(rows, a.n + n2, dtype=h.x.dtype, device=h.x.device)
     grid = (triton.cdiv(a.n, c.block_n) + triton.cdiv(n2, c.block_n),)
     _project_kernel[grid](
-        h.scaled, h.paired, h.sums, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n,
-        b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), SUMS=sum_parts(h, w),
-        SUMS2=0 if tail is None else sum_parts(h, tail), T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n,
+        b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), DIGITS=reads_digits(w), DIGITS2=tail is not None and reads_digits(tail), T=row_tile(rows, w),
+        T2=row_tile(rows, w if tail is None else tail), BN=c.block_n, BK=a.step, FORMAT=a.format,
         BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
     )  # fmt: skip
     return out
 
 
-def sum_parts(h: Residual, w: AnyWeight) -> int:
-    """Partial sums a group of 128 columns of h has, for weights whose kernels use them; 0 for the others."""
-    return h.sums.shape[0] * 128 // h.x.shape[1] if wants_pairs(w) and h.x.shape[1] % 128 == 0 else 0
-
-
 @triton.jit
 def _project_add_kernel(
-    y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr,
-    sums_ptr, partial_ptr, counter_ptr, n_rows, N,
+    y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
+    steps_ptr, partial_ptr, counter_ptr, n_rows, N,
     K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
-    OUT_PAIRED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    DIGITS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
@@ -251,8 +257,8 @@ def _project_add_kernel(
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     acc = times_rows(
-        q_ptr, s_ptr, g_ptr, rows, y_ptr, xt, x_mask, n_rows, split * span, y_squares_ptr, eps, y_ptr,
-        span, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0, PARTS,
+        q_ptr, s_ptr, g_ptr, rows, y_ptr, xt, x_mask, n_rows, split * span, y_squares_ptr, eps,
+        span, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, PARTS,
     )  # fmt: skip
     launch_next_late(PDL)
     if SPLITS > 1:
@@ -264,13 +270,13 @@ def _project_add_kernel(
             for s in tl.static_range(SPLITS):
                 acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
             add_to_residual(
-                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr,
-                norm_ptr, N, OUT_PAIRED,
+                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+                norm_ptr, N, DIGITS,
             )  # fmt: skip
     else:
         add_to_residual(
-            acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr,
-            norm_ptr, N, OUT_PAIRED,
+            acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+            norm_ptr, N, DIGITS,
         )  # fmt: skip
 
 
@@ -298,11 +304,11 @@ def project_add(
     splits = configs.splits(tiles, a.k // a.step, y.device, c.programs) if a.k % a.step == 0 else 1
     out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)
     _project_add_kernel[(tiles * splits,)](
-        y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.paired,
-        out.squares, out.sums, workspace.partial, workspace.counters, rows, a.n,
+        y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.digits,
+        out.squares, out.steps, workspace.partial, workspace.counters, rows, a.n,
         K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format, ASM=inline_asm(y),
         STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, PARTS=0 if squares is None else squares.shape[1],
-        OUT_PAIRED=a.n % 128 == 0, PREFETCH=c.prefetch, **launch(y.device, c.warps),
+        DIGITS=a.n % 128 == 0, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip
     return out
 
@@ -310,13 +316,14 @@ def project_add(
 def empty_residual(rows: int, width: int, tile: int, like: Tensor, dtype: torch.dtype | None = None) -> Residual:
     """Room for a residual stream whose producer's programs have `tile` columns each."""
     dtype, device = dtype or like.dtype, like.device
+    assert tile == 128 or width % 128, "a residual stream's steps are for 128 columns"
     parts = triton.cdiv(width, tile)
     return Residual(
         x=torch.empty(rows, width, dtype=dtype, device=device),
         scaled=torch.empty(rows, width, dtype=dtype, device=device),
         squares=torch.empty(parts, rows, dtype=torch.float32, device=device),
-        paired=torch.empty(rows, width, dtype=dtype, device=device),
-        sums=torch.empty(parts, rows, dtype=torch.float32, device=device),
+        digits=torch.empty(rows, 2, width, dtype=torch.int8, device=device),
+        steps=torch.empty(parts, rows, dtype=torch.float32, device=device),
     )
 
 

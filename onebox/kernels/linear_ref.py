@@ -20,15 +20,15 @@ class Residual:
     """Rows of the residual stream on their way from one kernel to the next, with the next norm half done.
 
     `scaled` = x * (1 + norm weight); `squares` sums to the sum of x^2 over a row. A reader divides by the rms at its end.
-    `paired` is `scaled` with every 128 columns as the even ones, then the odd ones, and `sums` its sums over equal runs of
-    at most 128 columns: what INT4's kernels read. Both mean nothing where H is no multiple of 128.
+    `digits` and `steps` are `scaled` as whole numbers, which INT4's kernels read: step * (256 high + low), a step for 128
+    columns of a row, those columns as the even ones, then the odd ones. They mean nothing where 128 does not divide H.
     """
 
     x: Tensor  # [T, H]
     scaled: Tensor  # [T, H]
     squares: Tensor  # [parts, T] fp32
-    paired: Tensor  # [T, H]
-    sums: Tensor  # [runs, T] fp32
+    digits: Tensor  # [T, 2, H] int8, high then low
+    steps: Tensor  # [H / 128, T] fp32
 
 
 def dense_ref(w: AnyWeight) -> Tensor:
@@ -45,11 +45,21 @@ def dense_ref(w: AnyWeight) -> Tensor:
 def residual_ref(x: Tensor, norm: Tensor) -> Residual:
     """x [T, H] as a Residual ahead of a norm with weight [H]."""
     y = x.float()
-    scaled = (y * (1.0 + norm.float())).to(x.dtype)
+    scaled, squares = y * (1.0 + norm.float()), y.square().sum(-1)[None]
     if x.shape[-1] % 128:
-        return Residual(x, scaled, y.square().sum(-1)[None], scaled, y.square().sum(-1)[None])
-    sums = scaled.float().unflatten(-1, (-1, 128)).sum(-1).T.contiguous()
-    return Residual(x, scaled, y.square().sum(-1)[None], pair_columns(scaled), sums)
+        return Residual(x, scaled.to(x.dtype), squares, x, squares)
+    return Residual(x, scaled.to(x.dtype), squares, *digits_ref(scaled))
+
+
+def digits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H] as `Residual.digits` and `Residual.steps`."""
+    groups = x.float().unflatten(-1, (-1, 128))
+    steps = groups.abs().amax(-1) / 32512
+    steps = torch.where(steps > 0, steps, 1.0)
+    whole = torch.floor(groups / steps[..., None] + 0.5).flatten(1).to(torch.int32)
+    high = (whole + 128) >> 8
+    digits = torch.stack((pair_columns(high), pair_columns(whole - high * 256)), dim=1).to(torch.int8)
+    return digits, steps.T.contiguous()
 
 
 def pair_columns(x: Tensor) -> Tensor:

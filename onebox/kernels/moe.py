@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onebox.kernels import configs
-from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, row_tile, sum_parts
+from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, reads_digits, row_tile
 from onebox.kernels.linear_ref import AnyWeight, Residual
 from onebox.kernels.moe_ref import Routing
 from onebox.kernels.tile import (
@@ -23,6 +23,7 @@ from onebox.kernels.tile import (
     launch_next_late,
     paired_column,
     prefetch_rows,
+    times_int4,
     times_rows,
     wait_previous,
 )
@@ -87,8 +88,8 @@ def _route_kernel(
     column = tl.where(is_gate, EXPERTS + tl.arange(0, BN), n)
     wait_previous(PDL)
     acc = times_rows(
-        base, base, base, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0, x_ptr,
-        span, H, T, BN, BK, BF16, False, STAGES, UNROLL, False, 0, 0,
+        base, base, base, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0,
+        span, H, T, BN, BK, BF16, False, STAGES, UNROLL, False, 0,
     )  # fmt: skip
     launch_next_late(PDL)
     where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
@@ -125,8 +126,8 @@ def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: flo
 
 @triton.jit
 def _gate_up_tile(
-    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, sums_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, digits_ptr, steps_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
     OUT_PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -134,10 +135,13 @@ def _gate_up_tile(
     rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    acc = times_rows(
-        q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0, sums_ptr,
-        H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, SUMS > 0, SUMS, 0,
-    )  # fmt: skip
+    if DIGITS:
+        acc = times_int4(q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
+    else:
+        acc = times_rows(
+            q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0,
+            H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
+        )  # fmt: skip
     launch_next_late(PDL)
     acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
@@ -151,10 +155,10 @@ def _gate_up_tile(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, paired_ptr, sums_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
+    x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
     q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr, SHARED_SUMS: tl.constexpr,
-    T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
+    T: tl.constexpr, SHARED_T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
     OUT_PAIRED: tl.constexpr, SHARED_OUT_PAIRED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -168,8 +172,8 @@ def _gate_up_kernel(
             prefetch_rows(shared_q_ptr, ahead, H, SHARED_FORMAT, PREFETCH)
         wait_previous(PDL)
         _gate_up_tile(
-            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, tile, paired_ptr if SHARED_SUMS > 0 else x_ptr, sums_ptr,
-            squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, SHARED_SUMS, T, BN, SHARED_BK,
+            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, tile, x_ptr, digits_ptr, steps_ptr,
+            squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, SHARED_DIGITS, SHARED_T, BN, SHARED_BK,
             SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_OUT_PAIRED, PDL,
         )  # fmt: skip
     else:
@@ -179,8 +183,8 @@ def _gate_up_kernel(
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             _gate_up_tile(
                 q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile,
-                paired_ptr if SUMS > 0 else x_ptr, sums_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
-                H, I, PARTS, SUMS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, OUT_PAIRED, PDL,
+                x_ptr, digits_ptr, steps_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
+                H, I, PARTS, DIGITS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, OUT_PAIRED, PDL,
             )  # fmt: skip
 
 
@@ -203,10 +207,10 @@ def gate_up(
     cap = routing.weight.shape[0]
     out = torch.empty(cap, rows, a.n // 2, dtype=h.x.dtype, device=h.x.device)
     _gate_up_kernel[(cap * triton.cdiv(a.n, c.block_n),)](
-        h.scaled, h.paired, h.sums, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert,
+        h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert,
         routing.count, out, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
         b.q, b.scale, b.extra, H=width, I=a.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]),
-        SUMS=sum_parts(h, w), SHARED_SUMS=sum_parts(h, shared), T=row_tile(rows), BN=c.block_n, BK=a.step,
+        DIGITS=reads_digits(w), SHARED_DIGITS=reads_digits(shared), T=row_tile(rows, w), SHARED_T=row_tile(rows, shared), BN=c.block_n, BK=a.step,
         FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(h.x), STAGES=c.stages,
         UNROLL=c.unroll, OUT_PAIRED=pairs[0], SHARED_OUT_PAIRED=pairs[1], PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
@@ -216,11 +220,11 @@ def gate_up(
 
 @triton.jit
 def _down_kernel(
-    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr, sums_ptr, partial_ptr,
+    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr, partial_ptr,
     counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, PAIRED: tl.constexpr, SHARED_PAIRED: tl.constexpr, OUT_PAIRED: tl.constexpr,
+    UNROLL: tl.constexpr, PAIRED: tl.constexpr, SHARED_PAIRED: tl.constexpr, DIGITS: tl.constexpr,
     PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
@@ -241,14 +245,14 @@ def _down_kernel(
         x = y_ptr + slot * n_rows * I
         if slot == 0:
             acc = times_rows(
-                shared_q_ptr, shared_s_ptr, shared_g_ptr, rows, x, xt, x_mask, n_rows, 0, x, 0.0, x,
-                I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_PAIRED, 0, 0,
+                shared_q_ptr, shared_s_ptr, shared_g_ptr, rows, x, xt, x_mask, n_rows, 0, x, 0.0,
+                I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_PAIRED, 0,
             )  # fmt: skip
         else:
             expert = tl.load(expert_ptr + slot).to(tl.int64)
             acc = times_rows(
                 q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, x, xt, x_mask,
-                n_rows, 0, x, 0.0, x, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0, 0,
+                n_rows, 0, x, 0.0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
             )  # fmt: skip
         launch_next_late(PDL)
         tl.store(where + slot * n_rows * H, acc, mask=mask)
@@ -259,8 +263,8 @@ def _down_kernel(
                     here = mask & ((xt * 0 + (first + i)) < count)[None, :]
                     total += tl.load(where + (first + i) * n_rows * H, mask=here, other=0.0, cache_modifier=".cg")
             add_to_residual(
-                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, paired_ptr, squares_ptr,
-                sums_ptr, norm_ptr, H, OUT_PAIRED,
+                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
+                steps_ptr, norm_ptr, H, DIGITS,
             )  # fmt: skip
 
 
@@ -284,11 +288,11 @@ def down(
     assert cap * rows * a.n <= workspace.partial.numel(), "workspace is too small for these rows"
     out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)
     _down_kernel[(tiles * cap,)](
-        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.paired, out.squares, out.sums,
+        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.digits, out.squares, out.steps,
         workspace.partial, workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0),
         a.extra.stride(0), b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step,
         FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll,
-        PAIRED=pairs[0], SHARED_PAIRED=pairs[1], OUT_PAIRED=a.n % 128 == 0, PREFETCH=c.prefetch,
+        PAIRED=pairs[0], SHARED_PAIRED=pairs[1], DIGITS=a.n % 128 == 0, PREFETCH=c.prefetch,
         **launch(y.device, c.warps),
     )  # fmt: skip
     return out
