@@ -1,0 +1,230 @@
+"""What every API of the server shares: which model, what prompt, how much room, and the run of a request's answers.
+
+Takes prompts and parameters, gives AnswerDeltas. Knows the engine and the text layer, no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from onebox.engine.process import EngineClient
+from onebox.errors import ContextLengthError, EngineUnavailableError, ModelNotFoundError, OneboxError, RequestError
+from onebox.request import Request
+from onebox.server.chat import Answer, AnswerDelta, Message, Tokenizer, normalize_messages, prompt_thinking
+from onebox.server.metrics import Metrics
+from onebox.server.parsers import AnswerParser, Thinking
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["starting", "ready", "draining", "failed"]
+LONG_TEXT = 20_000  # characters; encoding more than this leaves the event loop (about 5 ms)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as the engine takes it, and how its answer begins."""
+
+    ids: tuple[int, ...]
+    thinking: Thinking = "closed"
+    turn_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to produce: what the engine runs, and what turns its tokens into text."""
+
+    request: Request
+    answer: Answer
+
+
+class Service:
+    """One engine, one tokenizer, and the names they are served under.
+
+    `defaults` are sampling parameters a body may leave out (the model's generation_config.json). `reasoning` splits
+    thinking from the answer; `tools` reads tool calls. Raises RequestError for what a caller got wrong.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        served_names: Sequence[str],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        reasoning: bool = True,
+        tools: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not served_names:
+            raise ValueError("served_names is empty")
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.served_names = tuple(served_names)
+        self.defaults = dict(defaults or {})
+        self.reasoning = reasoning
+        self.tools = tools
+        self.template_options = dict(template_options or {})
+        self.metrics = Metrics(engine, self.served_names[0])
+        self.created = int(time.time())
+        self.phase: Phase = "starting"
+        self.detail = "engine"  # what the current phase is busy with
+        self.failure: OneboxError | None = None
+        self.active = 0  # answers under way
+
+    async def start(self) -> None:
+        """Starts the engine. A failure is kept in `failure` and raised."""
+        try:
+            await self.engine.start()
+        except OneboxError as e:
+            self.phase, self.failure, self.detail = "failed", e, str(e)
+            raise
+        self.phase, self.detail = "ready", ""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests and waits until those under way are answered, `timeout_s` at most."""
+        self.phase, self.detail = "draining", "shutting down"
+        end = time.monotonic() + timeout_s
+        while self.active and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def ready(self) -> bool:
+        return self.phase == "ready" and self.engine.alive()
+
+    def check_ready(self) -> None:
+        if self.phase != "ready":
+            raise EngineUnavailableError(f"The server is {self.phase} ({self.detail}); try again later.")
+        if not self.engine.alive():
+            raise EngineUnavailableError("The engine makes no progress; it must be restarted.")
+
+    def model_name(self, asked: str | None) -> str:
+        """The served name a request means. Raises ModelNotFoundError."""
+        if not asked:
+            return self.served_names[0]
+        if asked not in self.served_names:
+            raise ModelNotFoundError(
+                f"The model '{asked[:200]}' does not exist here. Served: {', '.join(self.served_names)}.", param="model"
+            )
+        return asked
+
+    async def encode(self, text: str) -> list[int]:
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self.tokenizer.encode, text)
+        return self.tokenizer.encode(text)
+
+    async def text_prompt(self, prompt: str | Sequence[int], *, param: str) -> Prompt:
+        """A prompt of text or token ids. Raises RequestError for an id the model does not have."""
+        if isinstance(prompt, str):
+            return Prompt(tuple(await self.encode(prompt)))
+        vocab = self.engine.info.vocab
+        for i in prompt:
+            if not 0 <= i < vocab:
+                raise RequestError(f"'{param}' holds token {i}; ids are 0 to {vocab - 1}.", param=param)
+        return Prompt(tuple(prompt))
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> Prompt:
+        """The prompt of a chat in the model's template."""
+        text = self.tokenizer.render(
+            normalize_messages(messages),
+            tools=tools,
+            options={**self.template_options, **(options or {})},
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+        )
+        ids = tuple(await self.encode(text))
+        return Prompt(ids, prompt_thinking(text), self.tokenizer.turn_ends(ids))
+
+    def room(self, n_prompt: int, asked: int | None) -> int:
+        """Tokens the answer may have: what is asked (None: no limit), or what the context leaves if that is less.
+
+        Raises ContextLengthError when the prompt leaves no room at all.
+        """
+        limit = self.engine.info.max_model_len
+        if n_prompt >= limit:
+            raise ContextLengthError(
+                f"This model's maximum context length is {limit} tokens, but the prompt has {n_prompt} tokens"
+                f"{' and leaves none for the answer' if n_prompt == limit else ''}. Shorten the prompt.",
+                param="messages",
+            )
+        return min(limit - n_prompt, asked or limit)
+
+    def parser(self, thinking: Thinking, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return AnswerParser(
+            thinking=thinking if self.reasoning else "closed", tools=tools if self.tools and tools else None
+        )
+
+    async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        """Deltas of all jobs as they come, each with its job's index. Closing the iterator cancels what still runs.
+
+        Raises QueueFullError, ContextLengthError or EngineUnavailableError of the first job that fails.
+        """
+        if len(jobs) == 1:
+            async with aclosing(self._answer(jobs[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        queue: asyncio.Queue[tuple[int, AnswerDelta] | Exception | None] = asyncio.Queue(maxsize=4 * len(jobs))
+
+        async def pump(index: int, job: Job) -> None:
+            try:
+                async with aclosing(self._answer(job)) as deltas:
+                    async for delta in deltas:
+                        await queue.put((index, delta))
+                await queue.put(None)
+            except Exception as e:
+                await queue.put(e)
+
+        tasks = [asyncio.create_task(pump(i, job)) for i, job in enumerate(jobs)]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, job: Job) -> AsyncGenerator[AnswerDelta, None]:
+        self.active += 1
+        record = self.metrics.begin(len(job.request.prompt))
+        try:
+            async with aclosing(cast(Any, self.engine.generate(job.request))) as outputs:
+                async for output in outputs:
+                    delta = job.answer.push(output)
+                    record.step(job.answer.usage)
+                    if not delta.empty:
+                        yield delta
+                    if job.answer.done:
+                        record.finish(str(delta.finish_reason), job.answer.usage)
+                        return
+            raise EngineUnavailableError("The engine ended this answer without a reason.")
+        except Exception:
+            record.finish("error", job.answer.usage)
+            raise
+        finally:
+            self.active -= 1
+            record.finish("abort", job.answer.usage)  # unless finished above: the caller went away
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

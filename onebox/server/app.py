@@ -1,0 +1,452 @@
+"""HTTP: routes, streaming, errors -> status. Takes a Service, gives an ASGI app.
+
+Every failure has OpenAI's shape, `{"error": {message, type, param, code}}`; after the first byte of a stream it is a
+`data:` event of the same shape. A client that goes away cancels its answers, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import onebox
+from onebox.engine.process import EngineClient
+from onebox.errors import OneboxError, QueueFullError, RequestError
+from onebox.server import completions, metrics
+from onebox.server.answers import Service, new_id
+from onebox.server.chat import Tokenizer
+from onebox.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+encode_json = msgspec.json.Encoder().encode
+PING_S = 10.0
+MAX_BODY_BYTES = 32 * 2**20
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no key needed
+BODIES: Mapping[str, type] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+
+
+class BodyTooLargeError(RequestError):
+    status = 413
+    code = "request_too_large"
+
+
+class ApiKeyError(RequestError):
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class InternalError(RequestError):
+    status = 500
+    code = "internal_error"
+    type = "server_error"
+
+    def __init__(self) -> None:
+        super().__init__("Internal error; the server's log has it.")
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode_json(value), status, dict(headers or {}), media_type="application/json")
+
+
+def error_json(e: RequestError) -> dict[str, Any]:
+    return {"error": {"message": str(e), "type": e.type, "param": e.param, "code": e.code}}
+
+
+def error_response(e: RequestError) -> Response:
+    headers = {"Retry-After": str(e.retry_after_s)} if isinstance(e, QueueFullError) else {}
+    if e.status == 503:
+        headers["Retry-After"] = "5"
+    return json_response(error_json(e), e.status, headers)
+
+
+async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
+    """The body, checked. Its content type is not looked at: it can only be JSON. Raises RequestError."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > limit:
+            raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
+    return parse_body(kind, bytes(data))
+
+
+async def hung_up(receive: Receive) -> None:
+    """Returns when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ClientGone(Exception):
+    """The client hung up; nobody reads the response."""
+
+
+async def unless_hung_up(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client hangs up. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(hung_up(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await end(task, watcher)
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of an async iterator of `data:` payloads.
+
+    The response begins with the first event, so that what fails before it has its own status; when that takes longer
+    than `ping_s`, it begins with a comment, and a comment follows every `ping_s` of silence. Hanging up closes the
+    iterator at once, not at the next event.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        ping_s: float = PING_S,
+        done: bytes = b"data: [DONE]\n\n",
+        error_event: Callable[[RequestError], bytes] | None = None,
+        refusal: Callable[[RequestError], Response] = error_response,
+    ) -> None:
+        super().__init__(media_type="text/event-stream")
+        self.events = events
+        self.ping_s = ping_s
+        self.done = done
+        self.error_event = error_event or (lambda e: b"data: " + encode_json(error_json(e)) + b"\n\n")
+        self.refusal = refusal
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(scope, receive, send))
+        watcher = asyncio.ensure_future(hung_up(receive))
+        try:
+            await asyncio.wait({pump, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        except OSError:
+            pass  # the client went away while something was sent
+        finally:
+            await end(pump, watcher)
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        first = asyncio.ensure_future(anext(self.events, None))
+        pinger: asyncio.Future[None] | None = None
+        try:
+            try:
+                await asyncio.wait({first}, timeout=self.ping_s)
+                if first.done() and (e := first.exception()) is not None:
+                    if not isinstance(e, RequestError):
+                        raise e
+                    await self.refusal(e)(scope, receive, send)
+                    return
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._sent_s = asyncio.get_running_loop().time() - (0 if first.done() else self.ping_s)
+                pinger = asyncio.ensure_future(self._ping(send))
+                try:
+                    event = await first
+                    while event is not None:
+                        await self._send(send, event)
+                        event = await anext(self.events, None)
+                    tail = self.done
+                except RequestError as e:
+                    tail = self.error_event(e) + self.done
+                except Exception:
+                    log.exception("a stream failed")
+                    tail = self.error_event(InternalError()) + self.done
+                pinger.cancel()
+                await send({"type": "http.response.body", "body": tail, "more_body": False})
+            finally:
+                await end(*([first, pinger] if pinger else [first]))
+        finally:
+            await self.events.aclose()
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._sent_s = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _ping(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            wait_s = self._sent_s + self.ping_s - now()
+            if wait_s <= 0:
+                await self._send(send, b": ping\n\n")
+            else:
+                await asyncio.sleep(wait_s)
+
+
+async def data_events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in chunks:
+            yield b"data: " + encode_json(chunk) + b"\n\n"
+    finally:
+        await chunks.aclose()
+
+
+class Gate:
+    """Checks API keys and names each request. Bearer or x-api-key; compared in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.keys = [k.encode() for k in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id", b"")[:128] or new_id("req").encode()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
+            e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+            await error_response(e)(scope, receive, send_named)
+            return
+        await self.app(scope, receive, send_named)
+
+    def _known(self, headers: Mapping[bytes, bytes]) -> bool:
+        given = [headers.get(b"x-api-key", b"")]
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer":
+            given.append(bearer.strip())
+        # No short cut: the time must not tell which key nearly matched.
+        return sum(hmac.compare_digest(g, k) for g in given for k in self.keys) > 0
+
+
+def create_app(
+    engine: EngineClient,
+    *,
+    tokenizer: Tokenizer,
+    served_names: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    reasoning: bool = True,
+    tools: bool = True,
+    template_options: Mapping[str, Any] | None = None,
+    api_keys: Sequence[str] = (),
+    ping_s: float = PING_S,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    drain_s: float = 30.0,
+    on_start: Callable[[OneboxError | None], None] | None = None,
+) -> FastAPI:
+    """The server around an engine that is not started yet: it starts with the app and stops with it.
+
+    `on_start` is called once, with None when requests can be served, or with the error that prevents it; without it
+    such an error ends the app's start.
+    """
+    service = Service(
+        engine,
+        tokenizer,
+        served_names,
+        defaults=defaults,
+        reasoning=reasoning,
+        tools=tools,
+        template_options=template_options,
+    )
+
+    async def start() -> None:
+        try:
+            await service.start()
+        except OneboxError as e:
+            if on_start is None:
+                raise
+            on_start(e)
+        else:
+            if on_start is not None:
+                on_start(None)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # With a caller to tell, the socket opens first, so that /health/ready can say what the start is busy with.
+        starting = asyncio.ensure_future(start())
+        if on_start is None:
+            await starting
+        try:
+            yield
+        finally:
+            await service.drain(drain_s)
+            await end(starting)
+            await engine.stop()
+
+    app = FastAPI(title="onebox", version=onebox.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    app.state.service = service
+    app.add_middleware(Gate, keys=tuple(api_keys))
+    add_error_handlers(app, service)
+    add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def add_error_handlers(app: FastAPI, service: Service) -> None:
+    def count(status: int, code: str | None) -> None:
+        service.metrics.http_errors.labels(str(status), str(code)).inc()
+
+    async def refused(_: Request, e: Exception) -> Response:
+        assert isinstance(e, RequestError)
+        count(e.status, e.code)
+        return error_response(e)
+
+    async def http(_: Request, e: Exception) -> Response:
+        assert isinstance(e, HTTPException)
+        codes = {404: "not_found", 405: "method_not_allowed"}
+        code = codes.get(e.status_code, "invalid_request")
+        count(e.status_code, code)
+        error = {"message": str(e.detail), "type": "invalid_request_error", "param": None, "code": code}
+        return json_response({"error": error}, e.status_code, e.headers)
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def internal(_: Request, __: Exception) -> Response:
+        count(500, "internal_error")
+        return error_response(InternalError())
+
+    app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, internal)
+
+
+def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes: int) -> None:
+    def model_json(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "onebox",
+            "root": service.served_names[0],
+            "parent": None,
+            "max_model_len": service.engine.info.max_model_len,
+        }
+
+    async def body_of(request: Request, kind: type[Body]) -> Body:
+        return await read_body(request, kind, max_body_bytes)
+
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> Response:
+        service.check_ready()
+        return json_response({"object": "list", "data": [model_json(name) for name in service.served_names]})
+
+    @app.get("/v1/models/{model:path}", tags=["models"])
+    async def model(model: str) -> Response:
+        service.check_ready()
+        return json_response(model_json(service.model_name(model)))
+
+    @app.post("/v1/chat/completions", tags=["generation"])
+    async def chat(request: Request) -> Response:
+        body = await body_of(request, ChatBody)
+        run = await completions.prepare_chat(service, body)
+        if body.stream:
+            return EventStream(data_events(completions.chat_chunks(service, run)), ping_s=ping_s)
+        return json_response(await unless_hung_up(request, completions.chat_response(service, run)))
+
+    @app.post("/v1/completions", tags=["generation"])
+    async def complete(request: Request) -> Response:
+        body = await body_of(request, CompletionBody)
+        run = await completions.prepare_completion(service, body)
+        if body.stream:
+            return EventStream(data_events(completions.completion_chunks(service, run)), ping_s=ping_s)
+        return json_response(await unless_hung_up(request, completions.completion_response(service, run)))
+
+    @app.post("/tokenize", tags=["tokens"])
+    async def tokenize(request: Request) -> Response:
+        body = await body_of(request, TokenizeBody)
+        service.check_ready()
+        service.model_name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Send either 'prompt' or 'messages'.", param="prompt")
+        if body.prompt is not None:
+            ids: Sequence[int] = await service.encode(body.prompt)
+        else:
+            tools = [t.model_dump(exclude_unset=True) for t in body.tools or ()]
+            prompt = await service.chat_prompt(
+                [m.model_dump(exclude_unset=True) for m in body.messages or ()],
+                tools=tools,
+                options=body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt is not False,
+            )
+            ids = prompt.ids
+        strings = [service.tokenizer.decode([i]) for i in ids] if body.return_token_strs else None
+        limit = service.engine.info.max_model_len
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+    @app.post("/detokenize", tags=["tokens"])
+    async def detokenize(request: Request) -> Response:
+        body = await body_of(request, DetokenizeBody)
+        service.check_ready()
+        service.model_name(body.model)
+        prompt = await service.text_prompt(body.tokens, param="tokens")
+        return json_response({"prompt": service.tokenizer.decode(prompt.ids)})
+
+    @app.get("/health", tags=["health"])
+    async def health() -> Response:
+        """Whether the process is worth keeping: 503 once the engine has failed."""
+        dead = service.phase == "failed" or (service.phase == "ready" and not service.engine.alive())
+        return json_response({"status": "failed" if dead else "ok"}, 503 if dead else 200)
+
+    @app.get("/health/ready", tags=["health"])
+    async def ready() -> Response:
+        """Whether a request would be served now, and if not, what the server is busy with."""
+        ok = service.ready()
+        value: dict[str, Any] = {"status": service.phase, "detail": service.detail, "active": service.active}
+        if service.phase == "ready" and not ok:
+            value |= {"status": "stuck", "detail": "the engine makes no progress"}
+        if ok:
+            stats = service.engine.stats()
+            value |= {"running": stats.running, "waiting": stats.waiting, "steps": stats.steps}
+        return json_response(value, 200 if ok else 503)
+
+    @app.get("/version", tags=["health"])
+    async def version() -> Response:
+        return json_response({"version": onebox.__version__})
+
+    @app.get("/metrics", tags=["health"])
+    async def prometheus() -> Response:
+        return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+def openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document. Bodies are parsed by hand, so their schemas are put in by hand."""
+    if app.openapi_schema is None:
+        document = FastAPI.openapi(app)
+        _, schemas = models_json_schema(
+            [(kind, "validation") for kind in BODIES.values()], ref_template="#/components/schemas/{model}"
+        )
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        for path, kind in BODIES.items():
+            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+            document["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": schema}},
+            }
+        app.openapi_schema = document
+    return app.openapi_schema

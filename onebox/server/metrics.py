@@ -1,0 +1,134 @@
+"""Counters and histograms of the server, under vLLM's names so that existing dashboards and routers read them.
+
+Takes what happens to answers; engine totals and gauges are read from EngineStats when scraped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from onebox.engine.process import EngineClient
+from onebox.server.chat import AnswerUsage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABELS = ("model_name", "engine")
+LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+LENGTHS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+
+class Record:
+    """One answer on its way: begun, stepping, finished once."""
+
+    def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
+        self._begun_s = self._last_s = time.perf_counter()
+        self._tokens = 0
+        self._done = False
+
+    def step(self, usage: AnswerUsage) -> None:
+        """After each engine step of this answer."""
+        new = usage.completion_tokens - self._tokens
+        if new <= 0:
+            return
+        now_s, m = time.perf_counter(), self._metrics
+        if self._tokens == 0:
+            m.ttft.observe(now_s - self._begun_s)
+            self._first_s = now_s
+        else:
+            m.itl.observe((now_s - self._last_s) / new)
+        self._tokens, self._last_s = usage.completion_tokens, now_s
+
+    def finish(self, reason: str, usage: AnswerUsage) -> None:
+        if self._done:
+            return
+        self._done = True
+        m, now_s = self._metrics, time.perf_counter()
+        m.success.labels(*m.labels, reason).inc()
+        m.e2e.observe(now_s - self._begun_s)
+        m.request_prompt_tokens.observe(self._prompt_tokens)
+        m.request_generation_tokens.observe(usage.completion_tokens)
+        if usage.completion_tokens > 1:
+            m.tpot.observe((self._last_s - self._first_s) / (usage.completion_tokens - 1))
+
+
+class Metrics:
+    """All series of one server, in a registry of its own."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self.labels = (model_name, "0")
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineCollector(engine, self.labels))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+            return made.labels(*self.labels)
+
+        self.success = Counter(
+            "vllm:request_success", "Answers ended, by reason.", (*LABELS, "finished_reason"), registry=self.registry
+        )
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_S)
+        self.itl = histogram(
+            "inter_token_latency_seconds", "Between tokens of one answer, a step's time shared.", STEP_S
+        )
+        self.tpot = histogram("request_time_per_output_token_seconds", "Mean time a token after the first.", STEP_S)
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCY_S)
+        self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTHS)
+        self.request_generation_tokens = histogram("request_generation_tokens", "Answer tokens a request.", LENGTHS)
+        self.http_errors = Counter(
+            "onebox:http_errors",
+            "Requests refused or failed, by status and code.",
+            ("status", "code"),
+            registry=self.registry,
+        )
+
+    def begin(self, prompt_tokens: int) -> Record:
+        return Record(self, prompt_tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """EngineStats as Prometheus families, read at the time of the scrape."""
+
+    def __init__(self, engine: EngineClient, labels: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        s = self._engine.stats()
+        used = 1 - s.pages_free / s.pages_total if s.pages_total else 0.0
+        gauges = {
+            "vllm:num_requests_running": ("Answers in the current batch.", s.running),
+            "vllm:num_requests_waiting": ("Requests waiting for a slot.", s.waiting),
+            "vllm:kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", used),
+            "onebox:state_slots_free": ("Recurrent-state slots free.", s.slots_free),
+            "onebox:state_slots": ("Recurrent-state slots.", s.slots_total),
+        }
+        counters = {
+            "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prompt_tokens),
+            "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", s.cached_tokens),
+            "vllm:prompt_tokens": ("Prompt tokens.", s.prompt_tokens),
+            "vllm:prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", s.cached_tokens),
+            "vllm:generation_tokens": ("Answer tokens.", s.generated_tokens),
+            "vllm:num_preemptions": ("Requests put back to wait.", s.preemptions),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", s.drafted_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens kept.", s.accepted_tokens),
+            "onebox:engine_steps": ("Steps of the engine.", s.steps),
+            "onebox:requests_cancelled": ("Requests cancelled before their end.", s.cancelled),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter

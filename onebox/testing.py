@@ -1,0 +1,134 @@
+"""Public fakes: an engine that says what a script tells it to, for tests of what stands around an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from onebox.engine.process import EngineInfo, EngineStats
+from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
+from onebox.request import FinishReason, Output, Request, TokenLogprob
+
+Script = Callable[[Request], Sequence[int]]
+
+
+class FakeEngine:
+    """An EngineClient whose answers are `script(request)`, then the end-of-text token.
+
+    Each step takes `step_s` and gives `tokens_per_step` tokens (1 verified, the rest counted as kept drafts); the first
+    comes after `prefill_s`. Beyond `max_num_seqs` requests wait, beyond `max_waiting` they are refused. `fail_after`
+    ends each answer with an error after that many tokens; `fail_start` is what start() raises.
+    """
+
+    def __init__(
+        self,
+        script: Script | Sequence[int],
+        *,
+        vocab: int,
+        eos: int,
+        tokens_per_step: int = 1,
+        step_s: float = 0.0,
+        prefill_s: float = 0.0,
+        max_model_len: int = 8192,
+        max_num_seqs: int = 16,
+        max_waiting: int = 256,
+        fail_after: int | None = None,
+        fail_start: OneboxError | None = None,
+    ) -> None:
+        self.script: Script = script if callable(script) else lambda _: script
+        self.tokens_per_step, self.step_s, self.prefill_s = tokens_per_step, step_s, prefill_s
+        self.max_waiting, self.fail_after, self.fail_start = max_waiting, fail_after, fail_start
+        self.requests: list[Request] = []
+        self.cancelled: list[str] = []
+        self.is_alive = False
+        self._info = EngineInfo("fake", "fake", vocab, max_model_len, max_num_seqs, tokens_per_step - 1, (eos,), "cpu")
+        self._stats = EngineStats(slots_total=max_num_seqs, slots_free=max_num_seqs, pages_total=100, pages_free=100)
+        self._slots = asyncio.Semaphore(max_num_seqs)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+        if self.fail_start is not None:
+            raise self.fail_start
+        self.is_alive = True
+
+    async def stop(self) -> None:
+        self.is_alive = False
+
+    def alive(self) -> bool:
+        return self.is_alive
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def _count(self, **changes: int) -> None:
+        self._stats = replace(self._stats, **{k: getattr(self._stats, k) + v for k, v in changes.items()})
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        if not self.is_alive:
+            raise EngineUnavailableError("The engine is stopped.")
+        if self._slots.locked() and self._stats.waiting >= self.max_waiting:
+            raise QueueFullError(f"{self._stats.waiting} requests are waiting; try again later.")
+        self.requests.append(request)
+        self._count(waiting=1)
+        try:
+            await self._slots.acquire()
+        finally:
+            self._count(waiting=-1)
+        self._count(running=1, slots_free=-1, prompt_tokens=len(request.prompt))
+        ended = False
+        try:
+            await asyncio.sleep(self.prefill_s)
+            async for output in self._outputs(request):
+                ended = output.finish_reason is not None
+                yield output
+        finally:
+            self._slots.release()
+            self._count(running=-1, slots_free=1, finished=int(ended), cancelled=int(not ended))
+            if not ended:
+                self.cancelled.append(request.id)
+
+    async def _outputs(self, request: Request) -> AsyncIterator[Output]:
+        script, params, given, drafted = list(self.script(request)), request.params, 0, 0
+        while True:
+            await asyncio.sleep(self.step_s)
+            end = min(given + self.tokens_per_step, params.max_tokens)
+            tokens = tuple(script[given:end])
+            stop = next((i for i, t in enumerate(tokens) if t in params.stop_token_ids), None)
+            reason: FinishReason | None = None
+            stop_token = None
+            if stop is not None:
+                reason, stop_token, tokens = "stop", tokens[stop], tokens[:stop]
+            elif end > len(script):
+                reason, stop_token = "stop", self._info.eos_token_ids[0]
+            elif end == params.max_tokens:
+                reason = "length"
+            given += len(tokens)
+            drafted += self.tokens_per_step - 1
+            self._count(steps=1, generated_tokens=len(tokens))
+            if self.fail_after is not None and given >= self.fail_after:
+                yield Output(request.id, tokens, finish_reason="error", error="scripted failure")
+                return
+            yield Output(
+                request.id,
+                tokens,
+                logprobs=tuple(self._logprob(t, params.logprobs) for t in tokens)
+                if params.logprobs is not None
+                else (),
+                finish_reason=reason,
+                stop_token=stop_token,
+                prompt_tokens=len(request.prompt),
+                drafted=drafted,
+                accepted=max(0, drafted if reason is None else drafted - 1),
+            )
+            if reason is not None:
+                return
+
+    @staticmethod
+    def _logprob(token: int, n: int) -> TokenLogprob:
+        top = tuple((token + i, -0.5 - i) for i in range(n))
+        return TokenLogprob(token, -0.5, top)
