@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from onebox.bench.record import append, environment, rounded
-from onebox.kernels.paged_attention_ref import PAGE_SIZE
-from onebox.model.cache import Cache
 from onebox.model.load import load_model
 from onebox.model.qwen3_5 import Qwen35
-from onebox.request import Batch
+from onebox.model.sequence import Sequences
 
 DRAFTS = 3
 
@@ -48,52 +46,6 @@ class Acceptance:
     @property
     def tokens_per_step(self) -> float:
         return 1.0 + sum(self.reach)
-
-
-class Sequences:
-    """`n` sequences over a model with a cache of their own, all fed the same number of tokens at a time."""
-
-    def __init__(self, model: Qwen35, n: int, max_tokens: int) -> None:
-        self.model, self.n, self.length = model, n, 0
-        pages = -(-max_tokens // PAGE_SIZE)
-        self.table = 1 + torch.arange(n * pages, device=model.device).view(n, pages)
-        self.cache = Cache.allocate(
-            model.spec,
-            n_pages=1 + n * pages,
-            n_slots=1 + n,
-            n_snapshots=0,
-            window=1,
-            dtype=model.dtype,
-            device=model.device,
-            mtp=model.mtp is not None,
-        )
-
-    def batch(self, tokens: Tensor, start: int) -> Batch:
-        """tokens [n, T] at positions [start, start + T) of each sequence."""
-        n, t = tokens.shape
-        device = self.model.device
-        position = start + torch.arange(t, device=device)
-        slot = self.table[:, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-        return Batch(
-            tokens=tokens.reshape(-1),
-            positions=position.repeat(n),
-            query_start=torch.arange(n + 1, device=device) * t,
-            context_len=torch.full((n,), start, device=device),
-            page_table=self.table,
-            kv_slot=slot.reshape(-1),
-            state_slot=1 + torch.arange(n, device=device),
-            commit=torch.zeros(n, dtype=torch.long, device=device),
-            window=False,
-            max_query=t,
-            max_context=start + t,
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Append tokens [n, T]; gives hidden states [n, T, H]."""
-        n, t = tokens.shape
-        hidden = self.model.forward(self.batch(tokens, self.length), self.cache)
-        self.length += t
-        return hidden.view(n, t, -1)
 
 
 def next_token_logits(model: Qwen35, tokens: Tensor) -> Tensor:
@@ -136,7 +88,7 @@ def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DR
         run = Sequences(model, 1, len(row) + drafts)
         done, known = 1, prompts.shape[1] + 1  # drafter rows done; tokens known, the last not yet read by the model
         while known + drafts <= len(row):
-            out = model.draft_forward(run.batch(row[None, done:known], done), states[done - 1 : known - 1], run.cache)
+            out = run.draft(row[None, done:known], done, states[done - 1 : known - 1])
             done, out = known, out[-1:]
             accepted = 0
             for i in range(drafts):
@@ -146,7 +98,7 @@ def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DR
                 accepted += 1
                 reached[i] += 1
                 if i + 1 < drafts:
-                    out = model.draft_forward(run.batch(draft[None], known + i), out, run.cache)
+                    out = run.draft(draft[None], known + i, out)
             steps += 1
             known += accepted + 1
     return Acceptance(tuple(r / max(steps, 1) for r in reached), steps)

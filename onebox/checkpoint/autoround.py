@@ -82,14 +82,18 @@ def packed_to_int4(weight_packed: Tensor, weight_scale: Tensor, zero_point: Tens
 RATIOS = (0.72, 0.78, 0.84, 0.9, 0.95, 1.0, 1.05, 1.1, 8 / 7)
 
 
-def quantize_int4(w: Tensor, group: int, dtype: torch.dtype = torch.float16) -> Int4Weight:
+def quantize_int4(
+    w: Tensor, group: int, dtype: torch.dtype = torch.float16, importance: Tensor | None = None
+) -> Int4Weight:
     """Round to nearest in groups along K, symmetric: [..., N, K] -> Int4Weight.
 
     Each group's scale is the best of a few clipping ratios in both signs (a negative scale lets the level -8 serve
     the largest weight of either sign), then of one least-squares step, by squared error with the scale as stored.
-    K is a multiple of `group`. Raises CheckpointError when a scale passes the range of `dtype`.
+    K is a multiple of `group`; `importance` [K] weighs the columns' errors. Raises CheckpointError when a scale passes
+    the range of `dtype`.
     """
     g = w.float().unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
+    weight = torch.ones(()) if importance is None else importance.float().view(-1, group)
     largest = g.gather(-1, g.abs().argmax(-1, keepdim=True))
     unit = largest / -8.0
 
@@ -100,7 +104,7 @@ def quantize_int4(w: Tensor, group: int, dtype: torch.dtype = torch.float16) -> 
         return torch.where(scale == 0, 0.0, g / scale).round_().clamp_(-8, 7)
 
     def error(scale: Tensor, q: Tensor) -> Tensor:
-        return (q * scale).sub_(g).square_().sum(-1, keepdim=True)
+        return (q * scale).sub_(g).square_().mul_(weight).sum(-1, keepdim=True)
 
     best = stored(unit)
     if not bool(best.isfinite().all()):
@@ -122,7 +126,8 @@ def quantize_int4(w: Tensor, group: int, dtype: torch.dtype = torch.float16) -> 
         for sign in (1.0, -1.0):
             if (ratio, sign) != (1.0, 1.0):
                 keep_better(unit * (ratio * sign))
-    keep_better((g * q).sum(-1, keepdim=True) / q.square().sum(-1, keepdim=True).clamp_min(1e-30))
+    fit = (g * q * weight).sum(-1, keepdim=True) / (q.square() * weight).sum(-1, keepdim=True).clamp_min(1e-30)
+    keep_better(fit)
     return pack_int4(q.flatten(-2), best.squeeze(-1).to(dtype), group)
 
 

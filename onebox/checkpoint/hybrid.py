@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -150,6 +151,7 @@ class PlanOptions:
     mtp: str = "recipe"
     shard_bytes: int = 4_000_000_000
     vision: bool = True
+    by_layer: bool = False  # items in order of layers, for a Quantizer that walks them
 
     def __post_init__(self) -> None:
         if self.group not in (32, 64, 128):
@@ -169,6 +171,8 @@ def plan(base: WeightReader, donor: WeightReader | None, options: PlanOptions) -
     if donor is not None:
         planner.check_donor_config(donor)
     items = tuple(planner.items())
+    if options.by_layer:
+        items = tuple(sorted(items, key=lambda item: _layer(item.name)))
     return Plan(
         recipe=options.recipe,
         items=items,
@@ -176,6 +180,13 @@ def plan(base: WeightReader, donor: WeightReader | None, options: PlanOptions) -
         config=planner.config(items),
         donor_notes=planner.donor_notes(items),
     )
+
+
+def _layer(name: str) -> float:
+    if name.startswith("mtp."):
+        return math.inf
+    head = name.split(".", 2)
+    return int(head[1]) if head[0] == "layers" else -1
 
 
 def _shards(items: tuple[Item, ...], shard_bytes: int) -> tuple[tuple[Item, ...], ...]:

@@ -132,7 +132,9 @@ def prepare(source: str, options: BuildOptions) -> Prepared:
     made = plan(
         base.reader,
         donor.reader if donor else None,
-        PlanOptions(recipe, options.group, options.mtp, options.shard_bytes, options.vision),
+        PlanOptions(
+            recipe, options.group, options.mtp, options.shard_bytes, options.vision, options.calibration is not None
+        ),
     )
     return Prepared(base, donor, made, options)
 

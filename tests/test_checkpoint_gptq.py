@@ -1,0 +1,82 @@
+"""Calibrated INT4: error is fed forward, Hessians are those of the model's own inputs, and the output is nearer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VOCAB, make_twin, write
+
+from onebox.bench.quality import agreement
+from onebox.checkpoint.autoround import quantize_int4
+from onebox.checkpoint.gptq import gptq_quantizer, quantize_gptq
+from onebox.checkpoint.write import BuildOptions, build
+from onebox.kernels.weights import dequantize
+from onebox.ledger import Build
+from onebox.model.calibrate import Calibration
+from onebox.model.layers import rms_norm
+from onebox.model.load import load_model
+
+INT4 = Build(experts="int4", attention="int4", gdn="int4")
+
+
+def windows(seed: int, count: int, length: int) -> list[torch.Tensor]:
+    """Tokens with a skewed distribution, as text has."""
+    g = torch.Generator().manual_seed(seed)
+    weights = 1.0 / torch.arange(1, VOCAB + 1)
+    return [torch.multinomial(weights, length, replacement=True, generator=g) for _ in range(count)]
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_error_fed_forward_lowers_the_error_of_the_product(group: int) -> None:
+    g = torch.Generator().manual_seed(1)
+    mix = torch.randn(256, 256, generator=g) @ torch.diag(torch.rand(256, generator=g) ** 4)
+    x, w = torch.randn(2000, 256, generator=g) @ mix, torch.randn(96, 256, generator=g)
+    fed, nearest = quantize_gptq(w, x.T @ x / len(x), group), quantize_int4(w, group)
+    errors = [float(((dequantize(q) - w) @ x.T).norm()) for q in (fed, nearest)]
+    assert errors[0] < 0.75 * errors[1]
+    assert fed.group == group and fed.zero is None
+
+
+def test_uncorrelated_inputs_leave_plain_rounding() -> None:
+    w = torch.randn(8, 128)
+    fed = quantize_gptq(w, torch.eye(128), 128)
+    nearest = quantize_int4(w, 128)
+    assert torch.equal(fed.q, nearest.q) and torch.equal(fed.scale, nearest.scale)
+
+
+def test_hessians_are_of_the_inputs_and_do_not_depend_on_the_order_of_questions(tmp_path: Path) -> None:
+    twin = make_twin()
+    write(twin, tmp_path)
+    text = windows(0, 3, 100)
+    calibration = Calibration(tmp_path, text)
+    norm = twin.tensors["layers.0.input_layernorm.weight"]
+    x = rms_norm(torch.cat([twin.tensors["embed_tokens.weight"].float()[t] for t in text]), norm, 1e-6)
+    got = calibration.hessian("layers.0.linear_attn.in_proj_qkv")
+    assert got is not None and torch.allclose(got, x.T @ x / len(x), atol=1e-4)
+    names = ["layers.3.self_attn.o_proj", "layers.1.mlp.experts.2.down_proj", "mtp.layers.0.mlp.experts.1.up_proj"]
+    asked = {name: calibration.hessian(name) for name in names}
+    for name in reversed(names):
+        again, before = Calibration(tmp_path, text).hessian(name), asked[name]
+        assert before is not None and again is not None and torch.equal(again, before), name
+    assert calibration.hessian("lm_head") is None and calibration.hessian("layers.0.mlp.gate") is None
+
+
+def test_expert_that_calibration_hardly_meets_is_rounded_to_nearest(tmp_path: Path) -> None:
+    write(make_twin(), tmp_path)
+    assert Calibration(tmp_path, windows(0, 1, 20)).hessian("layers.0.mlp.experts.0.up_proj") is None
+
+
+def test_calibrated_build_is_nearer_to_its_source_than_a_rounded_one(tmp_path: Path) -> None:
+    src = str(tmp_path / "src")
+    write(make_twin(3), tmp_path / "src")
+    calibration = Calibration(src, windows(1, 8, 256))
+    build(src, tmp_path / "rtn", BuildOptions(recipe=INT4))
+    options = BuildOptions(recipe=INT4, calibration="test")
+    build(src, tmp_path / "gptq", options, quantizer=gptq_quantizer(calibration.hessian))
+    with torch.inference_mode():
+        reference = load_model(src).model
+        fresh = windows(2, 3, 128)
+        rtn, gptq = (agreement(reference, load_model(tmp_path / d).model, fresh).kl for d in ("rtn", "gptq"))
+    assert gptq < 0.8 * rtn
