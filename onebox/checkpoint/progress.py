@@ -59,6 +59,6 @@ def progress(total_bytes: int, title: str, *, quiet: bool = False, stream: TextI
                 bars.update(task, advance=n_bytes, description=what[-48:])
 
             def finished(self, file: str, n_bytes: int) -> None:
-                bars.console.print(f"{file}: {n_bytes / 1e6:,.1f} MB")
+                bars.console.print(f"{file}: {n_bytes / 1e6:,.1f} MB", highlight=False)
 
         yield Bar()

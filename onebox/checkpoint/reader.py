@@ -245,9 +245,9 @@ class WeightReader:
         if scheme.packing == "packed":
             scale = self._take(self._scale(name, ("weight_scale",), "INT4"), (n, k // group), ("F16", "BF16"))
             q = self._take(parts["weight_packed"], (n, k // 8), ("I32",))
-            if "weight_shape" in parts and not self.headers_only:
+            if "weight_shape" in parts:
                 shape = self._take(parts["weight_shape"], (2,), ("I64", "I32"))
-                if shape.tolist() != [n, k]:
+                if not self.headers_only and shape.tolist() != [n, k]:
                     raise CheckpointError(f"{parts['weight_shape']}: says {shape.tolist()}, expected {[n, k]}.")
             zero = None
             if "weight_zero_point" in parts:
@@ -260,9 +260,9 @@ class WeightReader:
             scales = self._take(self._scale(name, ("scales",), "INT4"), (k // group, n), ("F16", "BF16"))
             qweight = self._take(parts["qweight"], (k, n // 8) if awq else (k // 8, n), ("I32",))
             qzeros = self._take(parts["qzeros"], (k // group, n // 8), ("I32",)) if "qzeros" in parts else None
-            if "g_idx" in parts and not self.headers_only:
+            if "g_idx" in parts:
                 g_idx = self._take(parts["g_idx"], (k,), ("I32",))
-                if not torch.equal(g_idx, (torch.arange(k) // group).int()):
+                if not self.headers_only and not torch.equal(g_idx, (torch.arange(k) // group).int()):
                     raise CheckpointError(
                         f"{parts['g_idx']}: columns are not in order of their groups (desc_act); not supported."
                     )

@@ -106,7 +106,7 @@ def _cat_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight:
 def _cat_nvfp4(parts: Sequence[Nvfp4Weight]) -> Nvfp4Weight:
     first = parts[0]
     globals_ = [p.global_scale for p in parts]
-    if not all(g.shape == globals_[0].shape and torch.equal(g, globals_[0]) for g in globals_):
+    if not all(g.shape == globals_[0].shape and (g.is_meta or torch.equal(g, globals_[0])) for g in globals_):
         globals_ = [row_scale(p) for p in parts]
         combined = torch.cat(globals_, dim=-1)
     else:
