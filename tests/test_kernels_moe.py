@@ -24,7 +24,8 @@ def space() -> linear.Workspace:
 @pytest.mark.parametrize(("t", "h", "e", "k"), [(1, 256, 64, 8), (3, 384, 20, 4), (8, 128, 8, 2), (11, 256, 33, 3)])
 def test_route_picks_renormalised_experts_and_lists_each_once(t: int, h: int, e: int, k: int) -> None:
     x, router, gate = residual(t, h), rows(e, h, seed=3, scale=h**-0.5), rows(1, h, seed=4, scale=h**-0.5)
-    got, want = moe.route(x, router, gate, k, EPS, space()), route_slots_ref(normalized_ref(x, EPS), router, gate, k)
+    got, _ = moe.route(x, router, gate, make_weight("bf16", 64, h), k, EPS, space())
+    want = route_slots_ref(normalized_ref(x, EPS), router, gate, k)
     n = int(want.count)
     assert int(got.count) == n
     assert torch.equal(got.expert[1:n], want.expert[1:])
@@ -37,15 +38,15 @@ def test_route_picks_renormalised_experts_and_lists_each_once(t: int, h: int, e:
 )
 @pytest.mark.parametrize("t", [1, 9])
 def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shared: str, t: int) -> None:
-    h, inner, e, k = 256, 128, 12, 3
+    h, inner, e, k = 512, 128, 12, 3
     x, router, gate = residual(t, h), rows(e, h, seed=3, scale=h**-0.5), rows(1, h, seed=4, scale=h**-0.5)
     up_w, down_w = make_weight(kind, e, 2 * inner, h), make_weight(kind, e, h, inner, seed=5)
     shared_w = make_weight(shared, 2 * inner, h, seed=6), make_weight(shared, h, inner, seed=7)
     norm, work = rows(h, seed=8, scale=0.1), space()
-    routing = moe.route(x, router, gate, k, EPS, work)
     pairs = linear.wants_pairs(down_w), linear.wants_pairs(shared_w[1])
-    y = moe.gate_up(x, routing, up_w, shared_w[0], EPS, pairs)
-    got = moe.down(y, routing, down_w, shared_w[1], x, norm, work, pairs)
+    routing, hidden = moe.route(x, router, gate, shared_w[0], k, EPS, work, pairs[1])
+    y, added = moe.gate_up(x, routing, up_w, hidden, shared_w[1], EPS, pairs)
+    got = moe.down(y, added, routing, down_w, x, norm, work, pairs[0])
     normed = normalized_ref(x, EPS)
     want = slots_ref(
         normed,
@@ -61,8 +62,7 @@ def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shar
 
 @pytest.mark.parametrize("kind", [f for f in FORMATS if f != "int8"])
 def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
-    h, inner, e, k = 256, 64, 16, 4
-    inner = 128
+    h, inner, e, k = 256, 128, 16, 4
     router, gate = rows(e, h, seed=3, scale=h**-0.5), rows(1, h, seed=4, scale=h**-0.5)
     up_w, down_w = make_weight(kind, e, 2 * inner, h), make_weight(kind, e, h, inner, seed=5)
     shared = make_weight("fp8", 2 * inner, h, seed=6), make_weight("fp8", h, inner, seed=7)
@@ -70,8 +70,9 @@ def test_a_row_has_the_same_bits_alone_and_among_eight(kind: str) -> None:
 
     def run(x: Residual) -> torch.Tensor:
         work = space()
-        routing = moe.route(x, router, gate, k, EPS, work)
-        return moe.down(moe.gate_up(x, routing, up_w, shared[0], EPS), routing, down_w, shared[1], x, norm, work).x
+        routing, hidden = moe.route(x, router, gate, shared[0], k, EPS, work)
+        y, added = moe.gate_up(x, routing, up_w, hidden, shared[1], EPS)
+        return moe.down(y, added, routing, down_w, x, norm, work).x
 
     together = run(eight)
     for i in (0, 5):

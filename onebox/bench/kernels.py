@@ -49,12 +49,16 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
     h = linear.embed(rows.tokens, model.embedding, model.layers[0].mixer_norm)
     gdn = [layer for layer in model.layers if layer.window is not None]
     attention = [layer for layer in model.layers if layer.head_norms is not None]
-    routings = [moe.route(h, x.router, x.shared_gate, spec.top_k, eps, work) for x in model.layers]
-    slots = sum(float(r.count) for r in routings) / len(routings)
-    hidden = linear.normalize(h, eps)
     first = model.layers[0]
     pairs = linear.wants_pairs(first.down), linear.wants_pairs(first.shared_down)
-    z = moe.gate_up(h, routings[0], first.gate_up, first.shared_gate_up, eps, pairs)
+    routings = [
+        moe.route(h, x.router, x.shared_gate, x.shared_gate_up, spec.top_k, eps, work, pairs[1])[0]
+        for x in model.layers
+    ]
+    slots = sum(float(r.count) for r in routings) / len(routings)
+    hidden = linear.normalize(h, eps)
+    hidden_row = moe.route(h, first.router, first.shared_gate, first.shared_gate_up, spec.top_k, eps, work, pairs[1])[1]
+    z, added = moe.gate_up(h, routings[0], first.gate_up, hidden_row, first.shared_down, eps, pairs)
     one = 1 / spec.n_experts
     out: list[Piece] = []
 
@@ -136,26 +140,29 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
     add(
         "route",
         "route",
-        [lambda x=x: moe.route(h, x.router, x.shared_gate, spec.top_k, eps, work) for x in model.layers],
-        weight_bytes(first.router),
+        [
+            lambda x=x: moe.route(h, x.router, x.shared_gate, x.shared_gate_up, spec.top_k, eps, work, pairs[1])
+            for x in model.layers
+        ],
+        weight_bytes(first.router) + weight_bytes(first.shared_gate_up),
     )  # type: ignore[misc]
     add(
         "gate_up",
         "gate_up",
         [
-            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, x.shared_gate_up, eps, pairs)  # type: ignore[misc]
+            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs)  # type: ignore[misc]
             for x, r in zip(model.layers, routings, strict=True)
         ],
-        weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_gate_up),
+        weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_down),
     )
     add(
         "down",
         "down",
         [
-            lambda x=x, r=r: moe.down(z, r, x.down, x.shared_down, h, x.mlp_norm, work, pairs)  # type: ignore[misc]
+            lambda x=x, r=r: moe.down(z, added, r, x.down, h, x.mlp_norm, work, pairs[0])  # type: ignore[misc]
             for x, r in zip(model.layers, routings, strict=True)
         ],
-        weight_bytes(first.down) * one * (slots - 1) + weight_bytes(first.shared_down),
+        weight_bytes(first.down) * one * (slots - 1),
     )
     add("head", "head", [lambda: head.head(hidden, model.head, work, with_logits=False)] * 2, weight_bytes(model.head))
     add(
@@ -201,27 +208,23 @@ def print_table(lines: list[dict[str, Any]]) -> None:
 
 
 CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
-    "linear": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (2, 4)},
-    "linear_add": {
-        "block_n": (16, 32),
-        "warps": (4, 8),
-        "stages": (2, 3, 4),
-        "unroll": (1, 2),
-        "prefetch": (False, True),
-    },
-    "route": {"warps": (2, 4), "programs": (1, 2), "stages": (3, 4)},
-    "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (3, 4), "unroll": (2, 4)},
-    "down": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
+    "linear": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (2, 4, 8)},
+    "linear_add": {"warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2, 4), "programs": (2, 3, 6)},
+    "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (2, 4, 8)},
+    "down": {"warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
+    "route": {"warps": (1, 2), "programs": (1, 2, 4), "stages": (2, 3, 4)},
+    "shared": {"block_n": (32,), "unroll": (1, 2, 4), "programs": (2, 4, 8)},
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
-    "gated_delta": {"block_n": (16, 32, 64, 128), "warps": (2, 4, 8)},
+    "gated_delta": {"block_n": (16, 32, 64), "warps": (2, 4, 8)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},
 }
+USERS = {"shared": ("route", "gate_up")}  # kernels that a configuration beside their own shapes
 
 
 def candidates(kernel: str) -> list[dict[str, int | bool]]:
     choices = CHOICES[kernel]
     every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    if kernel == "gated_delta":
+    if kernel in ("gated_delta", "linear_add", "down", "shared"):
         return every
     return [c for c in every if c.get("block_n", 64) >= 16 * c.get("warps", 4)]
 
@@ -236,7 +239,7 @@ def compile_candidates(shape: str, build: str, kernels: list[str], share: tuple[
         base = configs.config(kernel, device, width)
         configs.override(device, kernel, width, **changes)
         for piece in pieces(model, batch, 512):
-            if piece.config == kernel:
+            if piece.config in USERS.get(kernel, (kernel,)):
                 try:
                     piece.calls[0]()
                 except Exception as error:
@@ -247,7 +250,9 @@ def compile_candidates(shape: str, build: str, kernels: list[str], share: tuple[
 
 def tiny(shape: str, build: str, batch: int, device: torch.device) -> RandomModel:
     """Four layers of a shape with few experts' worth of memory: same kernels, less to make."""
-    return RandomModel.make(SHAPES[shape], BUILDS[build], batch=batch, context=512, window=1, device=device, n_layers=4)
+    return RandomModel.make(
+        SHAPES[shape], BUILDS[build], batch=batch, context=512, window=1, device=device, n_layers=4, experts=32
+    )
 
 
 def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_bytes_s: float) -> list[dict[str, Any]]:
@@ -258,7 +263,11 @@ def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_
         for changes in candidates(kernel):
             configs.override(device, kernel, width, **changes)
             try:
-                us = {p.name: time_piece(p) for p in pieces(model, batch, context) if p.config == kernel and p.n_bytes}
+                us = {
+                    p.name: time_piece(p)
+                    for p in pieces(model, batch, context)
+                    if p.config in USERS.get(kernel, (kernel,)) and p.n_bytes
+                }
             except Exception as error:
                 print(f"{kernel} {changes}: {type(error).__name__}: {str(error)[:80]}", flush=True)
                 continue

@@ -226,13 +226,15 @@ class RandomModel:
                 y, squares = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query), None
                 attention += 1
             h = linear.project_add(y, layer.out, h, layer.mlp_norm, work, squares, eps, linear.wants_pairs(layer.out))
-            routing = moe.route(h, layer.router, layer.shared_gate, spec.top_k, eps, work)
+            pairs = linear.wants_pairs(layer.down), linear.wants_pairs(layer.shared_down)
+            routing, hidden = moe.route(
+                h, layer.router, layer.shared_gate, layer.shared_gate_up, spec.top_k, eps, work, pairs[1]
+            )
             if counts is not None:
                 counts.append(routing.count)
-            pairs = linear.wants_pairs(layer.down), linear.wants_pairs(layer.shared_down)
-            z = moe.gate_up(h, routing, layer.gate_up, layer.shared_gate_up, eps, pairs)
+            z, added = moe.gate_up(h, routing, layer.gate_up, hidden, layer.shared_down, eps, pairs)
             norm = self.layers[n + 1].mixer_norm if n + 1 < len(self.layers) else self.norm
-            h = moe.down(z, routing, layer.down, layer.shared_down, h, norm, work, pairs)
+            h = moe.down(z, added, routing, layer.down, h, norm, work, pairs[0])
         return linear.normalize(h, eps)
 
     def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> tuple[Tensor, Tensor | None]:

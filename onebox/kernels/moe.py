@@ -1,6 +1,7 @@
 """Mixture of experts for up to 64 rows: route, gate and up, down. Each distinct expert of the rows is read once.
 
-The shared expert is slot 0 beside the chosen experts, in its own format and in the same launches.
+The shared expert waits for no routing, so it runs one launch ahead: its gate and up beside the router, its down beside
+the chosen experts' gate and up.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from onebox.kernels.tile import (
     times_rows,
     wait_previous,
 )
-
-ROUTE_TILE = 16
 
 
 @triton.jit
@@ -69,199 +68,286 @@ def _choose(
 
 
 @triton.jit
-def _route_kernel(
-    x_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr, count_ptr,
-    partial_ptr, counter_ptr, E,
-    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PDL: tl.constexpr,
+def _gate_up_rows(tile, I: tl.constexpr, BN: tl.constexpr):
+    """Gate and up rows in turn."""
+    r = tl.arange(0, BN)
+    return tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I
+
+
+@triton.jit
+def _gated(acc, rms, BN: tl.constexpr, T: tl.constexpr):
+    """SiLU(gate) * up of a [BN, T] tile whose rows take turns: [BN / 2, T]."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc * rms[None, :], [BN // 2, 2, T]), [0, 2, 1]))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _shared_hidden(
+    pid, x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, q_ptr, s_ptr, g_ptr, hidden_ptr, partial_ptr,
+    counter_ptr, H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FORMAT: tl.constexpr, SPLITS: tl.constexpr, DIGITS: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, ASM: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    launch_next(PDL)
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    n = tile * BN + tl.arange(0, BN)
+    """A tile of the shared expert's hidden row, or a part of its sum."""
+    tile, split = pid // SPLITS, pid % SPLITS
+    rows = _gate_up_rows(tile, I, BN)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    wide: tl.constexpr = EXPERTS + BN  # a partial row: every expert's logit, then the shared expert's gate
     span: tl.constexpr = H // SPLITS
-    is_gate = tile * BN >= E
-    base = gate_ptr if is_gate else router_ptr
-    rows = tl.where(is_gate, 0, tl.minimum(n, E - 1))
-    column = tl.where(is_gate, EXPERTS + tl.arange(0, BN), n)
     wait_previous(PDL)
-    acc = times_rows(
-        base, base, base, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0,
-        span, H, T, BN, BK, BF16, False, STAGES, UNROLL, False, 0,
-    )  # fmt: skip
+    if DIGITS:
+        acc = times_int4(
+            q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES,
+            UNROLL,
+        )  # fmt: skip
+    else:
+        acc = times_rows(
+            q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0,
+            span, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
+        )  # fmt: skip
     launch_next_late(PDL)
-    where = partial_ptr + (split * T + xt[None, :]) * wide + column[:, None]
-    tl.store(where, acc, mask=(column < wide)[:, None] & x_mask[None, :])
-    if last_of(counter_ptr, tl.num_programs(0)):
-        _choose(
-            partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
-            H, PARTS, T, ROWS, EXPERTS, TOP_K, SPLITS, wide,
+    n = tile * (BN // 2) + tl.arange(0, BN // 2)
+    column = paired_column(n) if PAIRED else n
+    at = hidden_ptr + xt[None, :] * I + column[:, None]
+    mask = (n < I)[:, None] & x_mask[None, :]
+    rms = inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)
+    if SPLITS > 1:
+        r = tile * BN + tl.arange(0, BN)
+        part_mask = (r < 2 * I)[:, None] & x_mask[None, :]
+        where = partial_ptr + xt[None, :] * (2 * I) + r[:, None]
+        tl.store(where + split * n_rows * (2 * I), acc, mask=part_mask)
+        if last_of(counter_ptr + tile, SPLITS):
+            acc = tl.zeros([BN, T], tl.float32)
+            for s in tl.static_range(SPLITS):
+                part = where + s * n_rows * (2 * I)
+                acc += tl.load(part, mask=part_mask, other=0.0, cache_modifier=".cg")
+            tl.store(at, _gated(acc, rms, BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(at, _gated(acc, rms, BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _route_kernel(
+    x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr,
+    count_ptr, partial_ptr, counter_ptr, E, shared_q_ptr, shared_s_ptr, shared_g_ptr, hidden_ptr,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
+    SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
+    SHARED_UNROLL: tl.constexpr, ASM: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    pid = tl.program_id(0)
+    programs: tl.constexpr = ((EXPERTS + BN - 1) // BN + 1) * SPLITS
+    wide: tl.constexpr = EXPERTS + BN  # a partial row: every expert's logit, then the shared expert's gate
+    if pid < programs:
+        tile, split = pid // SPLITS, pid % SPLITS
+        n = tile * BN + tl.arange(0, BN)
+        xt = tl.arange(0, T)
+        x_mask = xt < n_rows
+        span: tl.constexpr = H // SPLITS
+        is_gate = tile * BN >= EXPERTS
+        base = gate_ptr if is_gate else router_ptr
+        rows = tl.where(is_gate, 0, tl.minimum(n, E - 1))
+        wait_previous(PDL)
+        acc = times_rows(
+            base, base, base, rows, x_ptr, xt, x_mask, n_rows, split * span, x_ptr, 0.0,
+            span, H, T, BN, BK, BF16, False, STAGES, UNROLL, False, 0,
+        )  # fmt: skip
+        launch_next_late(PDL)
+        where = partial_ptr + (split * T + xt[None, :]) * wide + n[:, None]
+        tl.store(where, acc, mask=(n < wide)[:, None] & x_mask[None, :])
+        if last_of(counter_ptr, programs):
+            _choose(
+                partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
+                H, PARTS, T, ROWS, EXPERTS, TOP_K, SPLITS, wide,
+            )  # fmt: skip
+    else:
+        _shared_hidden(
+            pid - programs, x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, shared_q_ptr, shared_s_ptr,
+            shared_g_ptr, hidden_ptr, partial_ptr + SPLITS * T * wide, counter_ptr + 1, H, I, PARTS, SHARED_T, SHARED_BN,
+            SHARED_BK, SHARED_FORMAT, SHARED_SPLITS, SHARED_DIGITS, STAGES, SHARED_UNROLL, ASM, PAIRED, PDL,
         )  # fmt: skip
 
 
-def route(h: Residual, router: Tensor, shared_gate: Tensor, top_k: int, eps: float, workspace: Workspace) -> Routing:
-    """Router logits of norm(h), the best `top_k` renormalised, the shared gate, and the list of experts met."""
+def route(
+    h: Residual,
+    router: Tensor,
+    shared_gate: Tensor,
+    shared: AnyWeight,
+    top_k: int,
+    eps: float,
+    workspace: Workspace,
+    paired: bool = False,
+) -> tuple[Routing, Tensor]:
+    """Routing of norm(h), and beside it the shared expert's hidden row SiLU(gate) * up: [T, I].
+
+    router [E, H], shared_gate [1, H], shared [2I, H] (gate rows before up rows). `paired` lays the hidden row's columns
+    out as the shared down projection wants them.
+    """
     rows, width = h.x.shape
     n_experts, c, device = router.shape[0], configs.config("route", h.x.device, width), h.x.device
+    b, sc = Packed.of(shared), configs.config("shared", device, width)
     cap = 1 + min(n_experts, rows * top_k)
     out = Routing(
         torch.empty(cap, rows, dtype=torch.float32, device=device),
         torch.empty(cap, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
-    tiles = triton.cdiv(n_experts, c.block_n) + 1
-    step = 128 if width % 128 == 0 else width
-    parts = configs.splits(tiles, width // step, device, c.programs) if width % 128 == 0 else 1
-    _route_kernel[(tiles * parts,)](
-        h.scaled, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight, out.expert, out.count,
-        workspace.partial, workspace.counters, n_experts,
-        H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
-        ROWS=triton.next_power_of_2(rows), EXPERTS=max(triton.next_power_of_2(n_experts), 16), TOP_K=top_k, SPLITS=parts, BN=c.block_n, BK=128,
-        STAGES=c.stages, UNROLL=c.unroll, **launch(device, c.warps),
+    hidden = torch.empty(rows, b.n // 2, dtype=h.x.dtype, device=device)
+    experts = max(triton.next_power_of_2(n_experts), c.block_n)
+    tiles = experts // c.block_n + 1
+    splits = configs.splits(tiles, width // 128, device, c.programs) if width % 128 == 0 else 1
+    shared_splits = sc.programs if not reads_digits(shared) and width % (sc.programs * b.step) == 0 else 1
+    _route_kernel[(tiles * splits + triton.cdiv(b.n, sc.block_n) * shared_splits,)](
+        h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight,
+        out.expert, out.count, workspace.partial, workspace.counters, n_experts, b.q, b.scale, b.extra, hidden,
+        H=width, I=b.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
+        ROWS=triton.next_power_of_2(rows), EXPERTS=experts, TOP_K=top_k, SPLITS=splits, BN=c.block_n, BK=128,
+        STAGES=c.stages, UNROLL=c.unroll, SHARED_T=row_tile(rows, shared), SHARED_BN=sc.block_n, SHARED_BK=b.step,
+        SHARED_FORMAT=b.format, SHARED_SPLITS=shared_splits, SHARED_DIGITS=reads_digits(shared),
+        SHARED_UNROLL=sc.unroll, ASM=inline_asm(h.x), PAIRED=paired, **launch(device, c.warps),
     )  # fmt: skip
-    return out
+    return out, hidden
 
 
 @triton.jit
-def _gate_up_tile(
-    q_ptr, s_ptr, g_ptr, slot, tile, x_ptr, digits_ptr, steps_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    OUT_PAIRED: tl.constexpr, PDL: tl.constexpr,
+def _shared_down(
+    pid, hidden_ptr, weight_ptr, added_ptr, n_rows, q_ptr, s_ptr, g_ptr, H: tl.constexpr, I: tl.constexpr,
+    T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    r = tl.arange(0, BN)
-    rows = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I  # gate and up rows in turn
+    """A tile of the shared expert's part of the layer's sum."""
+    n = pid * BN + tl.arange(0, BN)
+    rows = tl.minimum(n, H - 1)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    if DIGITS:
-        acc = times_int4(q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
-    else:
-        acc = times_rows(
-            q_ptr, s_ptr, g_ptr, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0,
-            H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
-        )  # fmt: skip
+    prefetch_rows(q_ptr, rows, I, FORMAT, PREFETCH)
+    wait_previous(PDL)
+    acc = times_rows(
+        q_ptr, s_ptr, g_ptr, rows, hidden_ptr, xt, x_mask, n_rows, 0, hidden_ptr, 0.0,
+        I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL,
+        PAIRED, 0,
+    )  # fmt: skip
     launch_next_late(PDL)
-    acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
-    gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
-    share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
-    y = tl.where((share > 0)[None, :], gate * tl.sigmoid(gate) * up * share[None, :], 0.0)
-    n = tile * (BN // 2) + tl.arange(0, BN // 2)
-    column = paired_column(n) if OUT_PAIRED else n
-    where = out_ptr + (slot * n_rows + xt[None, :]) * I + column[:, None]
-    tl.store(where, y.to(out_ptr.dtype.element_ty), mask=(n < I)[:, None] & x_mask[None, :])
+    acc = acc * tl.load(weight_ptr + xt, mask=x_mask, other=0.0)[None, :]
+    tl.store(added_ptr + xt[None, :] * H + n[:, None], acc, mask=(n < H)[:, None] & x_mask[None, :])
 
 
 @triton.jit
 def _gate_up_kernel(
     x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, out_ptr,
-    q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
-    T: tl.constexpr, SHARED_T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, SHARED_BK: tl.constexpr,
-    SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
-    OUT_PAIRED: tl.constexpr, SHARED_OUT_PAIRED: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, hidden_ptr, shared_q_ptr, shared_s_ptr, shared_g_ptr, added_ptr,
+    H: tl.constexpr, I: tl.constexpr, SHARED_I: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr,
+    T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, PAIRED: tl.constexpr,
+    SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr,
+    SHARED_UNROLL: tl.constexpr, SHARED_PAIRED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+    UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
+    pid = tl.program_id(0)
+    shared_tiles: tl.constexpr = (H + SHARED_BN - 1) // SHARED_BN
     tiles: tl.constexpr = (I * 2 + BN - 1) // BN
-    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    if slot == 0:
-        if PREFETCH:
-            r = tl.arange(0, BN)
-            ahead = tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I
-            prefetch_rows(shared_q_ptr, ahead, H, SHARED_FORMAT, PREFETCH)
-        wait_previous(PDL)
-        _gate_up_tile(
-            shared_q_ptr, shared_s_ptr, shared_g_ptr, 0, tile, x_ptr, digits_ptr, steps_ptr,
-            squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps, H, I, PARTS, SHARED_DIGITS, SHARED_T, BN, SHARED_BK,
-            SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_OUT_PAIRED, PDL,
+    if pid < shared_tiles:
+        _shared_down(
+            pid, hidden_ptr, weight_ptr, added_ptr, n_rows, shared_q_ptr, shared_s_ptr, shared_g_ptr, H, SHARED_I,
+            SHARED_T, SHARED_BN, SHARED_BK, SHARED_FORMAT, STAGES, SHARED_UNROLL, SHARED_PAIRED, ASM, PREFETCH, PDL,
         )  # fmt: skip
     else:
         wait_previous(PDL)
+        slot, tile = 1 + (pid - shared_tiles) // tiles, (pid - shared_tiles) % tiles
         if slot < tl.load(count_ptr):
             # int64: expert * stride passes 2**31 for 16-bit experts
             expert = tl.load(expert_ptr + slot).to(tl.int64)
-            _gate_up_tile(
-                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, slot, tile,
-                x_ptr, digits_ptr, steps_ptr, squares_ptr, weight_ptr, out_ptr, n_parts, n_rows, eps,
-                H, I, PARTS, DIGITS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, OUT_PAIRED, PDL,
-            )  # fmt: skip
+            q, s, g = q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride
+            rows = _gate_up_rows(tile, I, BN)
+            xt = tl.arange(0, T)
+            x_mask = xt < n_rows
+            if DIGITS:
+                acc = times_int4(q, s, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
+            else:
+                acc = times_rows(
+                    q, s, g, rows, x_ptr, xt, x_mask, n_rows, 0, x_ptr, 0.0,
+                    H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
+                )  # fmt: skip
+            launch_next_late(PDL)
+            y = _gated(acc, inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps), BN, T)
+            share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
+            y = tl.where((share > 0)[None, :], y * share[None, :], 0.0)
+            n = tile * (BN // 2) + tl.arange(0, BN // 2)
+            column = paired_column(n) if PAIRED else n
+            where = out_ptr + (slot * n_rows + xt[None, :]) * I + column[:, None]
+            tl.store(where, y.to(out_ptr.dtype.element_ty), mask=(n < I)[:, None] & x_mask[None, :])
 
 
 def gate_up(
     h: Residual,
     routing: Routing,
     w: AnyWeight,
+    hidden: Tensor,
     shared: AnyWeight,
     eps: float,
     pairs: tuple[bool, bool] = (False, False),
-) -> Tensor:
-    """SiLU(gate) * up of norm(h) for every slot, times the slot's weight: [slots, T, I]; rows not routed there are 0.
+) -> tuple[Tensor, Tensor]:
+    """SiLU(gate) * up of norm(h) for the routed slots, times the slot's weight: [slots, T, I]; rows not routed there are 0.
 
-    w [E, 2I, H] (gate rows before up rows), shared [2I, H]. Slots past `routing.count` are not written. `pairs` says for
-    the routed slots and for the shared one whether `down` wants their columns paired (`wants_pairs`).
+    Beside it the shared expert's part of the layer's sum, [T, H] fp32: hidden [T, I] times shared [H, I] times its gate.
+    w [E, 2I, H] (gate rows before up rows). Slot 0 and slots past `routing.count` are not written. `pairs`: whether the
+    routed slots' columns are to lie, and the hidden row's do lie, as `wants_pairs` says.
     """
     rows, width = h.x.shape
     a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device, width)
-    assert a.n == b.n, "the shared expert is as wide as a routed one"
-    cap = routing.weight.shape[0]
-    out = torch.empty(cap, rows, a.n // 2, dtype=h.x.dtype, device=h.x.device)
-    _gate_up_kernel[(cap * triton.cdiv(a.n, c.block_n),)](
+    sc, cap, device = configs.config("shared", h.x.device, width), routing.weight.shape[0], h.x.device
+    out = torch.empty(cap, rows, a.n // 2, dtype=h.x.dtype, device=device)
+    added = torch.empty(rows, width, dtype=torch.float32, device=device)
+    _gate_up_kernel[(triton.cdiv(width, sc.block_n) + (cap - 1) * triton.cdiv(a.n, c.block_n),)](
         h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, routing.weight, routing.expert,
         routing.count, out, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0), a.extra.stride(0),
-        b.q, b.scale, b.extra, H=width, I=a.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]),
-        DIGITS=reads_digits(w), SHARED_DIGITS=reads_digits(shared), T=row_tile(rows, w), SHARED_T=row_tile(rows, shared), BN=c.block_n, BK=a.step,
-        FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(h.x), STAGES=c.stages,
-        UNROLL=c.unroll, OUT_PAIRED=pairs[0], SHARED_OUT_PAIRED=pairs[1], PREFETCH=c.prefetch,
-        **launch(h.x.device, c.warps),
+        hidden, b.q, b.scale, b.extra, added, H=width, I=a.n // 2, SHARED_I=b.k,
+        PARTS=triton.next_power_of_2(h.squares.shape[0]), DIGITS=reads_digits(w), T=row_tile(rows, w), BN=c.block_n,
+        BK=a.step, FORMAT=a.format, PAIRED=pairs[0], SHARED_T=row_tile(rows), SHARED_BN=sc.block_n, SHARED_BK=b.step,
+        SHARED_FORMAT=b.format, SHARED_UNROLL=sc.unroll, SHARED_PAIRED=pairs[1], ASM=inline_asm(h.x), STAGES=c.stages,
+        UNROLL=c.unroll, PREFETCH=c.prefetch, **launch(device, c.warps),
     )  # fmt: skip
-    return out
+    return out, added
 
 
 @triton.jit
 def _down_kernel(
-    y_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr, partial_ptr,
-    counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride, shared_q_ptr, shared_s_ptr, shared_g_ptr,
+    y_ptr, added_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+    partial_ptr, counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride,
     H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
-    SHARED_BK: tl.constexpr, SHARED_FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, PAIRED: tl.constexpr, SHARED_PAIRED: tl.constexpr, DIGITS: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, DIGITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tiles: tl.constexpr = (H + BN - 1) // BN
-    slot, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    slot, tile = 1 + tl.program_id(0) // tiles, tl.program_id(0) % tiles
     n = tile * BN + tl.arange(0, BN)
     n_mask = n < H
     rows = tl.minimum(n, H - 1)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     mask = n_mask[:, None] & x_mask[None, :]
-    where = partial_ptr + xt[None, :] * H + n[:, None]
-    if slot == 0:
-        prefetch_rows(shared_q_ptr, rows, I, SHARED_FORMAT, PREFETCH)
+    at = xt[None, :] * H + n[:, None]
     wait_previous(PDL)
     count = tl.load(count_ptr)
     if slot < count:
         x = y_ptr + slot * n_rows * I
-        if slot == 0:
-            acc = times_rows(
-                shared_q_ptr, shared_s_ptr, shared_g_ptr, rows, x, xt, x_mask, n_rows, 0, x, 0.0,
-                I, I, T, BN, SHARED_BK, SHARED_FORMAT, ASM, STAGES, UNROLL, SHARED_PAIRED, 0,
-            )  # fmt: skip
-        else:
-            expert = tl.load(expert_ptr + slot).to(tl.int64)
-            acc = times_rows(
-                q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, x, xt, x_mask,
-                n_rows, 0, x, 0.0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
-            )  # fmt: skip
+        expert = tl.load(expert_ptr + slot).to(tl.int64)
+        acc = times_rows(
+            q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, x, xt, x_mask,
+            n_rows, 0, x, 0.0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
+        )  # fmt: skip
         launch_next_late(PDL)
-        tl.store(where + slot * n_rows * H, acc, mask=mask)
-        if last_of(counter_ptr + tile, count):
-            total = tl.zeros([BN, T], tl.float32)
-            for first in range(0, count, 8):  # slots in order; loads of eight in flight
+        tl.store(partial_ptr + slot * n_rows * H + at, acc, mask=mask)
+        if last_of(counter_ptr + tile, count - 1):
+            total = tl.load(added_ptr + at, mask=mask, other=0.0)
+            for first in range(1, count, 8):  # slots in order; loads of eight in flight
                 for i in tl.static_range(8):
                     here = mask & ((xt * 0 + (first + i)) < count)[None, :]
-                    total += tl.load(where + (first + i) * n_rows * H, mask=here, other=0.0, cache_modifier=".cg")
+                    part = partial_ptr + (first + i) * n_rows * H + at
+                    total += tl.load(part, mask=here, other=0.0, cache_modifier=".cg")
             add_to_residual(
                 total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
                 steps_ptr, norm_ptr, H, DIGITS,
@@ -270,29 +356,28 @@ def _down_kernel(
 
 def down(
     y: Tensor,
+    added: Tensor,
     routing: Routing,
     w: AnyWeight,
-    shared: AnyWeight,
     h: Residual,
     norm: Tensor,
     workspace: Workspace,
-    pairs: tuple[bool, bool] = (False, False),
+    paired: bool = False,
 ) -> Residual:
-    """h + the sum over slots of y[slot] w[slot]^T, in slot order, ahead of a norm with weight `norm`.
+    """h + added + the sum over routed slots of y[slot] w[slot]^T, in slot order, ahead of a norm with weight `norm`.
 
-    y [slots, T, I] already weighted (columns paired as `pairs` says), w [E, H, I], shared [H, I].
+    y [slots, T, I] already weighted (columns paired if `paired`), added [T, H] fp32, w [E, H, I].
     """
     cap, rows, inner = y.shape
-    a, b, c = Packed.of(w), Packed.of(shared), configs.config("down", y.device, h.x.shape[1])
+    a, c = Packed.of(w), configs.config("down", y.device, h.x.shape[1])
     tiles = triton.cdiv(a.n, c.block_n)
     assert cap * rows * a.n <= workspace.partial.numel(), "workspace is too small for these rows"
     out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)
-    _down_kernel[(tiles * cap,)](
-        y, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.digits, out.squares, out.steps,
+    _down_kernel[(tiles * (cap - 1),)](
+        y, added, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.digits, out.squares, out.steps,
         workspace.partial, workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0),
-        a.extra.stride(0), b.q, b.scale, b.extra, H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step,
-        FORMAT=a.format, SHARED_BK=b.step, SHARED_FORMAT=b.format, ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll,
-        PAIRED=pairs[0], SHARED_PAIRED=pairs[1], DIGITS=a.n % 128 == 0, PREFETCH=c.prefetch,
+        a.extra.stride(0), H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, DIGITS=a.n % 128 == 0,
         **launch(y.device, c.warps),
     )  # fmt: skip
     return out
