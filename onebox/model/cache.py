@@ -1,0 +1,134 @@
+"""What a sequence leaves behind on the device: KV pages, recurrent states with their pending windows, hidden states.
+
+One value holds it all; `Batch` says which parts of it a forward reads and writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebox.kernels.gated_delta_ref import apply_rows_ref
+from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.model.spec import Spec
+
+
+@dataclass(frozen=True)
+class GdnState:
+    """One gated-delta-net layer's state, a slot a sequence.
+
+    `s` is the state before the pending window; k, v, g, beta are that window's rows. `conv` holds the inputs of the
+    `conv_width - 1` rows before the window, then the window's own.
+    """
+
+    s: Tensor  # [n_slots, Hv, Dk, Dv] fp32
+    k: Tensor  # [n_slots, W, Hk, Dk], unit vectors
+    v: Tensor  # [n_slots, W, Hv, Dv]
+    g: Tensor  # [n_slots, W, Hv] fp32, log decay
+    beta: Tensor  # [n_slots, W, Hv] fp32
+    conv: Tensor  # [n_slots, conv_width - 1 + W, C]
+
+
+@dataclass(frozen=True)
+class GdnSnapshot:
+    """One layer's saved states, a row a snapshot: nothing pending."""
+
+    s: Tensor  # [n_snapshots, Hv, Dk, Dv] fp32
+    conv: Tensor  # [n_snapshots, conv_width - 1, C]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """All device memory that outlives a step. Page 0 and slot 0 belong to nobody: padding rows may write there.
+
+    `hidden` is laid out as `conv` is: the main model's final hidden state of the row before the window, then the
+    window's. The drafter's KV (the last of `kv`) keeps the entry of position i at i + 1, because it depends on token
+    i + 1: so entries [0, n) always depend on tokens [0, n) alone, for every layer.
+    """
+
+    kv: tuple[Tensor, ...]  # per attention layer, MTP layers last: [n_pages, 2, PAGE_SIZE, Hkv, D]
+    gdn: tuple[GdnState, ...]
+    hidden: Tensor  # [n_slots, 1 + W, H]
+    snapshots: tuple[GdnSnapshot, ...]
+    snapshot_hidden: Tensor  # [n_snapshots, H]
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: Spec,
+        *,
+        n_pages: int,
+        n_slots: int,
+        n_snapshots: int,
+        window: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        mtp: bool,
+    ) -> Cache:
+        """Zeroed memory for `n_pages` pages and `n_slots` slots (both count the null one); `window` rows a slot."""
+
+        def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=of, device=device)
+
+        hk, hv, dk, dv = spec.gdn_k_heads, spec.gdn_v_heads, spec.gdn_k_dim, spec.gdn_v_dim
+        history, channels, fp32 = spec.conv_width - 1, spec.conv_channels, torch.float32
+        n_attention = spec.n_attention_layers + (spec.n_mtp_layers if mtp else 0)
+        return cls(
+            kv=tuple(zeros(n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim) for _ in range(n_attention)),
+            gdn=tuple(
+                GdnState(
+                    s=zeros(n_slots, hv, dk, dv, of=fp32),
+                    k=zeros(n_slots, window, hk, dk),
+                    v=zeros(n_slots, window, hv, dv),
+                    g=zeros(n_slots, window, hv, of=fp32),
+                    beta=zeros(n_slots, window, hv, of=fp32),
+                    conv=zeros(n_slots, history + window, channels),
+                )
+                for _ in range(spec.n_gdn_layers)
+            ),
+            hidden=zeros(n_slots, 1 + window, spec.hidden),
+            snapshots=tuple(
+                GdnSnapshot(s=zeros(n_snapshots, hv, dk, dv, of=fp32), conv=zeros(n_snapshots, history, channels))
+                for _ in range(spec.n_gdn_layers)
+            ),
+            snapshot_hidden=zeros(n_snapshots, spec.hidden),
+        )
+
+    def copy_page(self, src: int, dst: int) -> None:
+        """Copy one page in every attention layer."""
+        for kv in self.kv:
+            kv[dst] = kv[src]
+
+    def save_state(self, slot: int, commit: int, snapshot: int) -> None:
+        """Keep the state of `slot` as it is after `commit` rows of its pending window. The slot itself is unchanged."""
+        rows = torch.tensor([commit], device=self.hidden.device)
+        for state, saved in zip(self.gdn, self.snapshots, strict=True):
+            pending = (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None])
+            saved.s[snapshot] = apply_rows_ref(state.s[slot, None], pending, rows)[0]
+            saved.conv[snapshot] = state.conv[slot, commit : commit + saved.conv.shape[1]]
+        self.snapshot_hidden[snapshot] = self.hidden[slot, commit]
+
+    def restore_state(self, snapshot: int, slot: int) -> None:
+        """Put a snapshot into `slot`, with nothing pending."""
+        for state, saved in zip(self.gdn, self.snapshots, strict=True):
+            state.s[slot] = saved.s[snapshot]
+            state.conv[slot, : saved.conv.shape[1]] = saved.conv[snapshot]
+        self.hidden[slot, 0] = self.snapshot_hidden[snapshot]
+
+    def snapshot_to_host(self, snapshot: int) -> list[Tensor]:
+        """A snapshot's tensors in host memory (pinned when the device is CUDA), for `snapshot_from_host`."""
+        tensors = [t[snapshot] for saved in self.snapshots for t in (saved.s, saved.conv)]
+        pin = self.hidden.is_cuda
+        out = []
+        for t in (*tensors, self.snapshot_hidden[snapshot]):
+            host = torch.empty(t.shape, dtype=t.dtype, pin_memory=pin)
+            out.append(host.copy_(t, non_blocking=pin))
+        return out
+
+    def snapshot_from_host(self, tensors: list[Tensor], snapshot: int) -> None:
+        """Undo `snapshot_to_host` into a device snapshot."""
+        rows = [t[snapshot] for saved in self.snapshots for t in (saved.s, saved.conv)]
+        for row, host in zip((*rows, self.snapshot_hidden[snapshot]), tensors, strict=True):
+            row.copy_(host, non_blocking=True)

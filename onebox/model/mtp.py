@@ -1,0 +1,40 @@
+"""Multi-token-prediction head: hidden state of a position and the token after it -> hidden state that predicts the next.
+
+Row e reads token e and the hidden state of position e - 1, and its K and V go to entry e of the drafter's pages. Its
+rotary position is e - 1, as in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onebox.kernels.weights import Weight
+from onebox.model.block import BlockWeights, attention_block
+from onebox.model.layers import Rope, linear, rms_norm
+from onebox.model.spec import Spec
+from onebox.request import Batch
+
+FIRST_ENTRY = 1  # entry 0 would belong to position -1
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """`fc` reads concat(norm(embedding), norm(hidden)); one full-attention block and a final norm follow."""
+
+    fc: Weight  # [H, 2H]
+    embedding_norm: Tensor  # [H]
+    hidden_norm: Tensor  # [H]
+    block: BlockWeights
+    norm: Tensor  # [H]
+
+
+def mtp(embedded: Tensor, hidden: Tensor, w: MtpWeights, batch: Batch, kv: Tensor, rope: Rope, spec: Spec) -> Tensor:
+    """embedded [T, H] (of token e), hidden [T, H] (of position e - 1, after the final norm) -> [T, H]."""
+    both = (rms_norm(embedded, w.embedding_norm, spec.norm_eps), rms_norm(hidden, w.hidden_norm, spec.norm_eps))
+    x = linear(torch.cat(both, dim=-1), w.fc)
+    tables = rope.tables((batch.positions - 1).clamp(min=0), x.dtype)
+    x = attention_block(x, w.block, batch, kv, tables, spec, kv_start=FIRST_ENTRY)
+    return rms_norm(x, w.norm, spec.norm_eps)

@@ -1,0 +1,78 @@
+"""The Qwen3.5 / 3.6 text model: a Batch and the Cache in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onebox.kernels.weights import Weight
+from onebox.model.block import BlockWeights, attention_block, gdn_block
+from onebox.model.cache import Cache
+from onebox.model.layers import Rope, linear, rms_norm
+from onebox.model.mtp import MtpWeights, mtp
+from onebox.model.spec import Spec
+from onebox.request import Batch
+
+
+@dataclass(frozen=True)
+class Qwen35:
+    """Weights of one model and how to run them. `head` is the embedding itself when the spec says tied."""
+
+    spec: Spec
+    embedding: Tensor  # [V, H]
+    layers: tuple[BlockWeights, ...]
+    norm: Tensor  # [H]
+    head: Weight  # [V, H]
+    mtp: MtpWeights | None
+    rope: Rope
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, batch: Batch, cache: Cache) -> Tensor:
+        """Hidden states [T, H] after the final norm. KV, states and `cache.hidden` move as the batch says."""
+        x = F.embedding(batch.tokens, self.embedding).to(self.dtype)
+        rope = self.rope.tables(batch.positions, self.dtype)
+        n_attention = n_gdn = 0
+        for kind, weights in zip(self.spec.layer_types, self.layers, strict=True):
+            if kind == "full_attention":
+                x = attention_block(x, weights, batch, cache.kv[n_attention], rope, self.spec)
+                n_attention += 1
+            else:
+                x = gdn_block(x, weights, batch, cache.gdn[n_gdn], self.spec)
+                n_gdn += 1
+        return rms_norm(x, self.norm, self.spec.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> logits [R, V] fp32."""
+        return linear(hidden, self.head).float()
+
+    def draft_forward(self, batch: Batch, hidden: Tensor, cache: Cache) -> Tensor:
+        """One pass of the MTP head. Row e of `batch` reads token e; `hidden` [T, H] is that of position e - 1.
+
+        Gives [T, H]: its logits are the draft for token e + 1, and it is the `hidden` of the next pass at e + 1.
+        """
+        assert self.mtp is not None, "draft_forward on a model without an MTP head"
+        embedded = F.embedding(batch.tokens, self.embedding).to(self.dtype)
+        return mtp(embedded, hidden, self.mtp, batch, cache.kv[self.spec.n_attention_layers], self.rope, self.spec)
+
+    def store_hidden(self, hidden: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Remember the batch's hidden states in `cache.hidden`; gives each row's predecessor's [T, H].
+
+        The predecessor of a sequence's first row is the last committed row before this step (zeros at position 0).
+        """
+        slot, first = batch.state_slot, batch.query_start[:-1]
+        before = cache.hidden[slot, batch.commit]
+        before = torch.where((batch.context_len > 0)[:, None], before, torch.zeros_like(before))
+        previous = hidden.roll(1, dims=0)
+        previous[first] = before
+        if batch.window:
+            cache.hidden[slot, 0] = before
+            row = torch.arange(hidden.shape[0], device=hidden.device)
+            sequence = torch.searchsorted(batch.query_start[1:], row, right=True)
+            cache.hidden[slot[sequence], 1 + row - first[sequence]] = hidden
+        else:
+            cache.hidden[slot, 0] = hidden[batch.query_start[1:] - 1]
+        return previous
