@@ -12,9 +12,10 @@ from onebox.bench.quality import agreement
 from onebox.checkpoint.autoround import quantize_int4
 from onebox.checkpoint.gptq import gptq_quantizer, quantize_gptq
 from onebox.checkpoint.write import BuildOptions, build
+from onebox.errors import ConfigError
 from onebox.kernels.weights import dequantize
 from onebox.ledger import Build
-from onebox.model.calibrate import Calibration
+from onebox.model.calibrate import Calibration, calibration_label, read_windows
 from onebox.model.layers import rms_norm
 from onebox.model.load import load_model
 
@@ -80,3 +81,26 @@ def test_calibrated_build_is_nearer_to_its_source_than_a_rounded_one(tmp_path: P
         fresh = windows(2, 3, 128)
         rtn, gptq = (agreement(reference, load_model(tmp_path / d).model, fresh).kl for d in ("rtn", "gptq"))
     assert gptq < 0.8 * rtn
+
+
+def test_calibration_text_is_checked_and_cut_into_windows(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a b a b a"}\n{"text": "b b"}\n')
+    cut = [w.tolist() for w in read_windows(text, tmp_path / "tokenizer.json", window=3)]
+    assert cut == [[0, 1, 0], [1, 0], [1, 1]]
+    before = calibration_label(text)
+    text.write_text('{"txt": "a"}\n')
+    assert calibration_label(text) != before
+    with pytest.raises(ConfigError, match="line 1"):
+        read_windows(text, tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        read_windows(text, tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl"):
+        calibration_label(tmp_path / "nowhere.jsonl")

@@ -1,6 +1,7 @@
-"""Quality of builds against a reference: KL, top-1 agreement, perplexity, and how many drafts a model's own head lands.
+"""Quality of builds against a reference: KL, top-1 agreement, perplexity, needle recall, and how
+many drafts a model's own head lands.
 
-    python -m onebox.bench.quality REFERENCE BUILD... --text FILE [--out results/quality.jsonl]
+    python -m onebox.bench.quality REFERENCE BUILD... --text FILE [--needles N] [--out results/quality.jsonl]
 
 FILE holds one JSON object with a `text` a line.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from onebox.bench.record import append, environment, rounded
@@ -104,15 +107,32 @@ def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DR
     return Acceptance(tuple(r / max(steps, 1) for r in reached), steps)
 
 
+def needle_recall(model: Qwen35, tokenizer: Tokenizer, texts: Sequence[str], n: int, length: int) -> float:
+    """Share of `n` six-digit numbers, hidden at even depths of `length` tokens of text, that a greedy answer gives."""
+    rng, found = random.Random(0), 0
+    question = "What is the special magic number mentioned in the text?"
+    for i in range(n):
+        number = str(rng.randrange(100_000, 1_000_000))
+        body = tokenizer.decode(tokenizer.encode(texts[i % len(texts)]).ids[:length])
+        at = body.find(" ", int(len(body) * i / max(n - 1, 1) * 0.98))
+        body = f"{body[:at]} The special magic number is {number}.{body[at:]}"
+        prompt = f"<|im_start|>user\n{body}\n\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        ids = torch.tensor(tokenizer.encode(prompt).ids, device=model.device)
+        tokens, _ = greedy(model, ids[None], 10)
+        found += number in tokenizer.decode(tokens[0, len(ids) :].tolist())
+    return found / n
+
+
 def read_texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def windows_of(tokenizer_folder: Path, texts: Sequence[str], length: int) -> list[Tensor]:
-    """One window of at most `length` tokens of each text."""
-    from tokenizers import Tokenizer
+def tokenizer_of(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+
+def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[Tensor]:
+    """One window of at most `length` tokens of each text."""
     return [torch.tensor(tokenizer.encode(text).ids[:length]) for text in texts]
 
 
@@ -124,12 +144,14 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--needles", type=int, default=0, help="numbers to find in chat prompts of --window tokens")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with torch.inference_mode():
         reference = load_model(args.reference, device=args.device).model
-        windows = [w.to(args.device) for w in windows_of(args.reference, read_texts(args.text), args.window)]
+        tokenizer, texts = tokenizer_of(args.reference), read_texts(args.text)
+        windows = [w.to(args.device) for w in windows_of(tokenizer, texts, args.window)]
         prompts = torch.stack([w[: args.prompt_tokens] for w in windows if len(w) >= args.prompt_tokens])
         for path in args.builds:
             loaded = load_model(path, device=args.device)
@@ -143,6 +165,10 @@ def main() -> None:
                 drafted = acceptance(loaded.model, prompts, args.new_tokens)
                 record |= {"reach": [rounded(r) for r in drafted.reach], "steps": drafted.steps}
                 line += "  drafts " + " / ".join(f"{r:.3f}" for r in drafted.reach)
+            if args.needles:
+                recall = needle_recall(loaded.model, tokenizer, texts, args.needles, args.window)
+                record |= {"needle_recall": recall, "needles": args.needles}
+                line += f"  needles {recall:.3f}"
             print(line, flush=True)
             if args.out:
                 append(args.out, {**record, **environment(torch.device(args.device))})

@@ -232,6 +232,13 @@ def _sync_folder(path: Path) -> None:
         os.close(fd)
 
 
+def room(prepared: Prepared, out: str | Path) -> str:
+    """Disk needed and free, for people."""
+    here = next(p for p in (Path(out).resolve(), *Path(out).resolve().parents) if p.exists())
+    free = shutil.disk_usage(here).free
+    return f"{prepared.plan.nbytes / 1e9:.3f} GB to write, {free / 1e9:.1f} GB free at {here}"
+
+
 def _check_disk(out: Path, needed: int) -> None:
     needed += needed // 100 + (1 << 20)
     free = shutil.disk_usage(out).free

@@ -7,6 +7,8 @@ built before: a resumed build sees the same ones.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from onebox.checkpoint.reader import WeightReader
+from onebox.errors import ConfigError
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
@@ -31,6 +34,36 @@ from onebox.model.sequence import even_batch, page_table
 from onebox.model.spec import Spec
 
 MIN_INPUTS = 64  # an expert met less often is rounded to nearest
+
+
+WINDOW = 1024
+
+
+def calibration_label(text: Path, window: int = WINDOW) -> str:
+    """What a build calibrated with the file `text` says of it: its hash and the window."""
+    try:
+        return f"gptq, windows of {window} tokens, text sha256 {hashlib.sha256(text.read_bytes()).hexdigest()}"
+    except OSError as error:
+        raise ConfigError(f"{text}: {error.strerror or error}; expected calibration text.") from None
+
+
+def read_windows(text: Path, tokenizer: Path, window: int = WINDOW) -> list[Tensor]:
+    """Token windows of a file with one JSON object with a `text` a line; `tokenizer` is a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    if not tokenizer.is_file():
+        raise ConfigError(f"{tokenizer}: the base has no tokenizer, which calibration needs.")
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    windows = []
+    for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            ids = torch.tensor(encode(json.loads(line)["text"]).ids)
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{text}: line {number} is no JSON object with a 'text'.") from None
+        windows += [w for w in ids.split(window) if len(w) > 1]
+    if not windows:
+        raise ConfigError(f"{text}: holds no text to calibrate with.")
+    return windows
 
 
 class Taps(TorchFunctionMode):
