@@ -1,0 +1,360 @@
+"""The command line: parse, call one function, print. A user's mistake is one line on stderr and a non-zero exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import onebox
+from onebox.config import EngineConfig
+from onebox.errors import ConfigError, OneboxError
+
+if TYPE_CHECKING:
+    from onebox.engine.process import EngineClient
+
+app = typer.Typer(
+    name="onebox",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+REPEATED = ("--served-model-name", "--api-key")  # vLLM takes several values after one flag
+MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp")
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def expand_repeated(argv: Sequence[str]) -> list[str]:
+    """`--flag a b` as `--flag a --flag b`, for the flags that take several values in vLLM's spelling."""
+    out: list[str] = []
+    flag, seen = "", 0
+    for arg in argv:
+        if arg.startswith("-"):
+            flag, seen = arg, 0
+        elif flag in REPEATED:
+            seen += 1
+            if seen > 1:
+                out.append(flag)
+        out.append(arg)
+    return out
+
+
+def json_object(text: str | None, flag: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise ConfigError(f"{flag} must be a JSON object: {e}.") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {text[:80]}.")
+    return value
+
+
+def draft_len(text: str | None) -> int | None:
+    """Draft length of a --speculative-config; None when it is left out. Raises ConfigError for another drafter."""
+    if not text:
+        return None
+    config = json_object(text, "--speculative-config")
+    method, n = config.get("method", "mtp"), config.get("num_speculative_tokens", 2)
+    if method not in MTP_METHODS:
+        raise ConfigError(f"--speculative-config: method {method!r} is not served; known: {', '.join(MTP_METHODS)}.")
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise ConfigError(f"--speculative-config: num_speculative_tokens must be a whole number, got {n!r}.")
+    if unknown := set(config) - {"method", "num_speculative_tokens", "model", "draft_tensor_parallel_size"}:
+        raise ConfigError(f"--speculative-config: unknown field {', '.join(sorted(unknown))}.")
+    return n
+
+
+def length(text: str | None) -> int | None:
+    """A number of tokens as vLLM writes it: 32768, 32k (thousands), 32K (1024s); auto or -1 for the model's own."""
+    if text is None or text in ("auto", "-1"):
+        return None
+    scale = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
+    digits = text if scale == 1 else text[:-1]
+    try:
+        return int(float(digits) * scale)
+    except (ValueError, OverflowError) as e:
+        raise ConfigError(f"--max-model-len must be a number of tokens such as 32768 or 32k, got {text!r}.") from e
+
+
+def make_engine(config: EngineConfig) -> EngineClient:
+    from onebox.engine import process
+
+    client: EngineClient = vars(process)["ThreadEngine"](config)
+    return client
+
+
+def say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def note_unneeded(given: dict[str, object]) -> None:
+    for flag, value in given.items():
+        if value not in (None, False):
+            say(f"note: {flag} is not needed here and changes nothing")
+
+
+def resolve_model(model: str | None, flag: str | None) -> str:
+    from onebox.server.serve import bundled_model
+
+    if model and flag and model != flag:
+        raise ConfigError(f"two models given, {model!r} and --model {flag!r}; give one.")
+    return model or flag or bundled_model()
+
+
+Model = Annotated[str | None, typer.Argument(help="Checkpoint folder. Left out: the bundled test model.")]
+MaxModelLen = Annotated[str | None, typer.Option(help="Longest prompt plus answer: 32768, 32k, auto.")]
+Speculative = Annotated[
+    str | None,
+    typer.Option(help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":2}\'; 0 tokens: off.', metavar="JSON"),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    model_flag: Annotated[str | None, typer.Option("--model", help="As MODEL.", hidden=True)] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free port.")] = 8000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names in /v1/models; the first answers.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens a step at most.")] = 2048,
+    max_waiting: Annotated[int, typer.Option(help="Requests waiting beyond those, before 429.")] = 256,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    kv_gb: Annotated[float | None, typer.Option(help="GB of KV pages.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Accepted; memory is planned in bytes.")] = None,
+    speculative_config: Speculative = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
+    enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help="qwen3, or none.")] = "qwen3",
+    enable_auto_tool_choice: Annotated[bool, typer.Option(help="Accepted; tools are served anyway.")] = True,
+    tool_call_parser: Annotated[str, typer.Option(help="qwen3_coder, qwen3_xml, hermes, or none.")] = "qwen3_coder",
+    chat_template: Annotated[str | None, typer.Option(help="File to use in place of the model's.")] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="JSON, e.g. '{\"enable_thinking\": false}'.", metavar="JSON")
+    ] = None,
+    generation_config: Annotated[str, typer.Option(help="auto, vllm, or a folder.")] = "auto",
+    override_generation_config: Annotated[str | None, typer.Option(metavar="JSON")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Keys to ask for; may be repeated.")] = None,
+    log_level: Annotated[str, typer.Option("--log-level", "--uvicorn-log-level")] = "info",
+    drain_s: Annotated[
+        float, typer.Option("--drain-s", "--shutdown-timeout", help="Seconds to finish answers.")
+    ] = 30.0,
+    tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", hidden=True)] = 1,
+    pipeline_parallel_size: Annotated[int, typer.Option(hidden=True)] = 1,
+    moe_backend: Annotated[str | None, typer.Option(hidden=True)] = None,
+    attention_backend: Annotated[str | None, typer.Option(hidden=True)] = None,
+    load_format: Annotated[str | None, typer.Option(hidden=True)] = None,
+    quantization: Annotated[str | None, typer.Option(hidden=True)] = None,
+    trust_remote_code: Annotated[bool, typer.Option(hidden=True)] = False,
+    enforce_eager: Annotated[bool, typer.Option(hidden=True)] = False,
+    language_model_only: Annotated[bool, typer.Option(hidden=True)] = False,
+    async_scheduling: Annotated[bool | None, typer.Option(hidden=True)] = None,
+    disable_log_requests: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve a model over the OpenAI API. Flags are vLLM's."""
+    from onebox.server.serve import ServeOptions
+    from onebox.server.serve import serve as run
+
+    if tensor_parallel_size != 1 or pipeline_parallel_size != 1:
+        raise ConfigError("--tensor-parallel-size and --pipeline-parallel-size must be 1: one device is served.")
+    if kv_cache_dtype not in ("auto", "bfloat16"):
+        raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype!r} is not served; use auto.")
+    note_unneeded(
+        {
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--no-enable-chunked-prefill": not enable_chunked_prefill,
+            "--moe-backend": moe_backend,
+            "--attention-backend": attention_backend,
+            "--load-format": load_format,
+            "--quantization": quantization,
+            "--trust-remote-code": trust_remote_code,
+            "--enforce-eager": enforce_eager,
+            "--language-model-only": language_model_only,
+            "--async-scheduling": async_scheduling,
+            "--disable-log-requests": disable_log_requests,
+        }
+    )
+    options = ServeOptions(
+        engine=EngineConfig(
+            model=resolve_model(model, model_flag),
+            device=device,
+            dtype=dtype,
+            max_model_len=length(max_model_len),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=max_waiting,
+            draft_len=draft_len(speculative_config),
+            kv_gb=kv_gb,
+            prefix_caching=enable_prefix_caching,
+        ),
+        served_names=tuple(served_model_name or ()),
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        generation_config=generation_config,
+        override_generation_config=json_object(override_generation_config, "--override-generation-config"),
+        reasoning_parser=reasoning_parser,
+        tool_parser=tool_call_parser if enable_auto_tool_choice else "none",
+        chat_template=chat_template,
+        template_options=json_object(default_chat_template_kwargs, "--default-chat-template-kwargs"),
+        log_level=log_level,
+        drain_s=drain_s,
+    )
+    say(f"onebox {onebox.__version__}")
+    run(options, make_engine, say=say)
+
+
+@app.command()
+def build(
+    source: Annotated[str, typer.Argument(help="Base checkpoint: a folder, or a repository of the model hub.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write.")],
+    recipe: Annotated[str | None, typer.Option(help="Build to make; left out: the best one for the base.")] = None,
+    donor: Annotated[str | None, typer.Option(help="FP8 checkpoint to take dense matrices from.")] = None,
+    mtp: Annotated[str, typer.Option(help="Drafter: recipe, keep, drop, or a format.")] = "recipe",
+    group: Annotated[int, typer.Option(help="Columns an INT4 scale serves: 32, 64 or 128.")] = 128,
+    shard_gb: Annotated[float, typer.Option(help="Largest file, in GB.")] = 4.0,
+    revision: Annotated[str | None, typer.Option(help="Commit of a hub repository.")] = None,
+    donor_revision: Annotated[str | None, typer.Option(help="Commit of the donor.")] = None,
+    vision: Annotated[bool, typer.Option(help="Keep the vision tower's tensors.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="List every tensor of the plan.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No bars.")] = False,
+) -> None:
+    """Make a hybrid checkpoint from a 16-bit or packed one. Started again after a kill, it goes on."""
+    from onebox.checkpoint.progress import progress
+    from onebox.checkpoint.write import BuildOptions, prepare
+    from onebox.checkpoint.write import run as write
+
+    options = BuildOptions(
+        recipe=recipe,
+        mtp=mtp,
+        group=group,
+        vision=vision,
+        shard_bytes=int(shard_gb * 1e9),
+        revision=revision,
+        donor=donor,
+        donor_revision=donor_revision,
+    )
+    prepared = prepare(source, options)
+    for line in (*(prepared.plan.lines() if verbose else ()), *prepared.summary()):
+        typer.echo(line)
+    if dry_run:
+        typer.echo(f"about {prepared.seconds():.0f} s to build")
+        return
+    with progress(prepared.plan.nbytes, "build", quiet=quiet) as bars:
+        result = write(prepared, out, progress=bars)
+    worst = max(result.errors.items(), key=lambda entry: entry[1], default=None)
+    typer.echo(
+        f"{result.path}: {prepared.plan.nbytes / 1e6:.1f} MB"
+        + (f"; largest error {worst[1]:.4f} ({worst[0]})" if worst else "")
+    )
+
+
+@app.command()
+def chat(
+    model: Model = None,
+    url: Annotated[str, typer.Option(help="Server to talk to; with none there, one is started here.")] = DEFAULT_URL,
+    message: Annotated[list[str] | None, typer.Option("--message", "-m", help="Ask this; repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option()] = None,
+    thinking: Annotated[bool, typer.Option(help="Let the model think before it answers.")] = True,
+    api_key: Annotated[str, typer.Option(help="Key of the server.")] = "none",
+    speculative_config: Speculative = None,
+    max_model_len: MaxModelLen = None,
+    device: Device = "auto",
+) -> None:
+    """Chat in the terminal, with tokens a second and the share of drafts kept after each answer."""
+    from onebox.server import terminal
+    from onebox.server.serve import ServeOptions, in_background
+
+    params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    params = {k: v for k, v in params.items() if v is not None}
+    if not thinking:
+        params["extra_body"] = {"chat_template_kwargs": {"enable_thinking": False}}
+    url = url.rstrip("/").removesuffix("/v1")
+    lines = message if message else typed_lines()
+    if model is None and terminal.reachable(url):
+        terminal.chat(url, lines, api_key=api_key, system=system, **params)
+        return
+    if model is None and url != DEFAULT_URL:
+        raise ConfigError(f"{url}: no server answers there; start one with 'onebox serve', or leave --url out.")
+    options = ServeOptions(
+        engine=EngineConfig(
+            model=resolve_model(model, None),
+            device=device,
+            max_model_len=length(max_model_len),
+            draft_len=draft_len(speculative_config),
+        ),
+        port=0,
+        drain_s=1,
+    )
+    with in_background(options, make_engine, say=say) as (here, name):
+        terminal.chat(here, lines, model=name, system=system, **params)
+
+
+def typed_lines() -> Iterator[str]:
+    """What the user types, or what is piped in, until it ends."""
+    interactive = sys.stdin.isatty()
+    while True:
+        if interactive:
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onebox {onebox.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Serve Qwen3.5 / Qwen3.6 mixture-of-experts models from one box."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted."""
+    args = expand_repeated(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args or ["--help"], standalone_mode=False)
+    except OneboxError as e:
+        fail(" ".join(str(e).split()), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as e:
+        # typer's usage errors carry the message for the user and an exit code; anything else is a bug.
+        if not hasattr(e, "format_message"):
+            raise
+        fail(e.format_message(), getattr(e, "exit_code", 2))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, code: int) -> None:
+    typer.echo(f"onebox: error: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
