@@ -60,7 +60,7 @@ def read_windows(text: Path, tokenizer: Path, window: int = WINDOW) -> list[Tens
             ids = torch.tensor(encode(json.loads(line)["text"]).ids)
         except (ValueError, TypeError, KeyError):
             raise ConfigError(f"{text}: line {number} is no JSON object with a 'text'.") from None
-        windows += [w for w in ids.split(window) if len(w) > 1]
+        windows += [w for w in torch.split(ids, window) if len(w) > 1]
     if not windows:
         raise ConfigError(f"{text}: holds no text to calibrate with.")
     return windows
