@@ -216,27 +216,51 @@ def serve(
 
 @app.command()
 def build(
-    source: Annotated[str, typer.Argument(help="Base checkpoint: a folder, or a repository of the model hub.")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write.")],
+    source: Annotated[str | None, typer.Argument(help="Base: a folder, or a repository of the model hub.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Folder to write.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Build to make; left out: the best one for the base.")] = None,
-    donor: Annotated[str | None, typer.Option(help="FP8 checkpoint to take dense matrices from.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="onebox, or auto-round for stock engines.")] = "onebox",
+    donor: Annotated[
+        str | None, typer.Option("--fp8-from", "--donor", help="FP8 checkpoint to take dense matrices from.")
+    ] = None,
     mtp: Annotated[str, typer.Option(help="Drafter: recipe, keep, drop, or a format.")] = "recipe",
     group: Annotated[int, typer.Option(help="Columns an INT4 scale serves: 32, 64 or 128.")] = 128,
+    calibrate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to calibrate INT4 with: JSON lines with a 'text'.")
+    ] = None,
     shard_gb: Annotated[float, typer.Option(help="Largest file, in GB.")] = 4.0,
     revision: Annotated[str | None, typer.Option(help="Commit of a hub repository.")] = None,
-    donor_revision: Annotated[str | None, typer.Option(help="Commit of the donor.")] = None,
+    donor_revision: Annotated[
+        str | None, typer.Option("--fp8-revision", "--donor-revision", help="Commit of the donor.")
+    ] = None,
     vision: Annotated[bool, typer.Option(help="Keep the vision tower's tensors.")] = True,
+    verify: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Check a finished build, against SOURCE when given.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="List every tensor of the plan.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No bars.")] = False,
 ) -> None:
     """Make a hybrid checkpoint from a 16-bit or packed one. Started again after a kill, it goes on."""
+    if verify is not None:
+        verify_build(verify, source, revision, quiet=quiet)
+        return
+    if source is None or (out is None and not dry_run):
+        raise ConfigError(f"{'SOURCE' if source is None else '--out'} is missing; see 'onebox build --help'.")
+    if format_ not in ("onebox", "auto-round"):
+        raise ConfigError(f"--format {format_!r} is not known. Known: onebox, auto-round.")
+    if format_ == "auto-round" and (recipe not in (None, "int4") or donor or mtp not in ("recipe", "keep", "drop")):
+        raise ConfigError("--format auto-round is INT4 and 16-bit; leave out --recipe, --fp8-from and --mtp.")
+    from pathlib import Path
+
     from onebox.checkpoint.progress import progress
-    from onebox.checkpoint.write import BuildOptions, prepare
+    from onebox.checkpoint.write import BuildOptions, prepare, room
     from onebox.checkpoint.write import run as write
+    from onebox.model.calibrate import calibration_label, quantizer_for
+    from onebox.model.complete import check_complete
 
     options = BuildOptions(
-        recipe=recipe,
+        recipe="int4" if format_ == "auto-round" else recipe,
         mtp=mtp,
         group=group,
         vision=vision,
@@ -244,20 +268,41 @@ def build(
         revision=revision,
         donor=donor,
         donor_revision=donor_revision,
+        calibration=calibration_label(Path(calibrate)) if calibrate else None,
     )
     prepared = prepare(source, options)
+    check_complete(prepared.base.path)
     for line in (*(prepared.plan.lines() if verbose else ()), *prepared.summary()):
         typer.echo(line)
     if dry_run:
-        typer.echo(f"about {prepared.seconds():.0f} s to build")
+        typer.echo(room(prepared, out or "."))
+        typer.echo(f"about {prepared.seconds():.0f} s to build" + (", and the calibration" if calibrate else ""))
         return
+    assert out is not None
+    quantizer = quantizer_for(prepared.base.path, Path(calibrate)) if calibrate else None
     with progress(prepared.plan.nbytes, "build", quiet=quiet) as bars:
-        result = write(prepared, out, progress=bars)
+        result = write(prepared, out, progress=bars, quantizer=quantizer)
     worst = max(result.errors.items(), key=lambda entry: entry[1], default=None)
     typer.echo(
         f"{result.path}: {prepared.plan.nbytes / 1e6:.1f} MB"
         + (f"; largest error {worst[1]:.4f} ({worst[0]})" if worst else "")
     )
+
+
+def verify_build(path: str, source: str | None, revision: str | None, *, quiet: bool) -> None:
+    from pathlib import Path
+
+    from onebox.checkpoint import manifest
+    from onebox.checkpoint.progress import progress
+    from onebox.checkpoint.verify import verify
+    from onebox.model.complete import check_complete
+
+    total = sum(entry["bytes"] for entry in manifest.files(Path(path)).values())
+    with progress(total, "verify", quiet=quiet) as bars:
+        report = verify(path, source, revision, progress=bars)
+    check_complete(path)
+    for line in report.lines():
+        typer.echo(line)
 
 
 @app.command()

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from onebox.checkpoint.gptq import gptq_quantizer
 from onebox.checkpoint.reader import WeightReader
+from onebox.checkpoint.write import Quantizer
 from onebox.errors import ConfigError
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights, attention_block, gdn_block
@@ -185,6 +187,16 @@ class Calibration:
             device=self.device,
             mtp=False,
         )
+
+
+def quantizer_for(base: Path, text: Path) -> Quantizer:
+    """GPTQ on the inputs that `text` makes in the 16-bit checkpoint `base`, on a GPU where there is one."""
+    windows = read_windows(text, base / "tokenizer.json")
+    cuda = torch.cuda.is_available()
+    calibration = Calibration(
+        base, windows, device="cuda" if cuda else "cpu", dtype=torch.bfloat16 if cuda else torch.float32
+    )
+    return gptq_quantizer(calibration.hessian)
 
 
 def _block_names(name: str, w: BlockWeights) -> dict[int, tuple[str, ...]]:
