@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +67,7 @@ def _prefill(
     history = spec.conv_width - 1
     out = torch.empty(mixed.shape[0], spec.gdn_v_heads, spec.gdn_v_dim, device=mixed.device)
     starts = batch.query_start.tolist()
-    for b, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for b, (start, end) in enumerate(pairwise(starts)):
         slot, commit, fresh = int(batch.state_slot[b]), int(batch.commit[b]), int(batch.context_len[b]) == 0
         before = state.conv[slot, commit : commit + history]
         inputs = torch.cat((torch.zeros_like(before) if fresh else before, mixed[start:end]))

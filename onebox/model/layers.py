@@ -24,7 +24,7 @@ def dense(w: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight). The residual stream's, and q's and k's."""
+    """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight). For the residual stream, q and k."""
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Multi-token-prediction head: hidden state of a position and the token after it -> hidden state that predicts the next.
+"""Multi-token-prediction head: a position's hidden state and the token after it -> hidden state for the one after that.
 
 Row e reads token e and the hidden state of position e - 1, and its K and V go to entry e of the drafter's pages. Its
 rotary position is e - 1, as in training.

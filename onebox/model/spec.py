@@ -1,4 +1,4 @@
-"""Spec: the numbers a Qwen3.5 / 3.6 text model is made of, read from `config.json`. Takes a dict, gives a frozen value."""
+"""Spec: the numbers a Qwen3.5 / 3.6 text model is made of. Takes `config.json` as a dict, gives a frozen value."""
 
 from __future__ import annotations
 

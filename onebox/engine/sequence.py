@@ -1,0 +1,69 @@
+"""Sequence: one request while the engine works on it. Mutable; owned by the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from onebox.request import Request
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Positions [0, computed) of `tokens` have KV and state; in DECODE exactly the last token has not.
+
+    `pending` rows of the last window are accepted but not yet applied to the slot's state: the next step's commit.
+    `drafts` are proposed tokens after tokens[-1].
+    """
+
+    request: Request
+    arrival: int
+    seed: int
+    draft_len: int
+    stop_ids: frozenset[int]
+    max_len: int  # of prompt and answer together
+    tokens: list[int] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    slot: int = 0
+    pending: int = 0
+    drafts: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.accepted_per_pos = [0] * self.draft_len
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: lower priority number, then earlier arrival."""
+        return (self.request.priority, self.arrival)
+
+    @property
+    def n_drafts(self) -> int:
+        """How many drafts the next window may carry: none past the last token that may be emitted."""
+        return max(0, min(self.draft_len, self.max_len - len(self.tokens) - 1))
+
+    @property
+    def reserve(self) -> int:
+        """Entries that the next window may write: its own rows, then the drafter's passes ahead of them."""
+        return len(self.tokens) + 2 * self.draft_len
