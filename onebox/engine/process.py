@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import logging
+import queue
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from threading import Thread
+from typing import TYPE_CHECKING, Protocol
 
+from onebox.config import EngineConfig
+from onebox.errors import EngineUnavailableError, OneboxError
 from onebox.request import Output, Request
+
+if TYPE_CHECKING:
+    from onebox.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,3 +82,139 @@ class EngineClient(Protocol):
     def alive(self) -> bool:
         """Whether the engine makes progress (or has nothing to do)."""
         ...
+
+
+class ThreadEngine:
+    """An engine in a thread of this process. Loading starts with `start()`; requests may come from one event loop.
+
+    An error in a step is a bug or a lost device: it fails every request in flight with EngineUnavailableError and ends
+    the engine; `alive()` is False from then on, and also when a step takes longer than `stall_s`.
+    """
+
+    def __init__(self, config: EngineConfig, *, stall_s: float = 60.0) -> None:
+        self._config = config
+        self._stall_s = stall_s
+        self._engine: Engine | None = None
+        self._thread: Thread | None = None
+        self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._sinks: dict[str, Callable[[Output | OneboxError], None]] = {}  # touched by the engine's thread alone
+        self._failure: EngineUnavailableError | None = EngineUnavailableError("The engine has not started.")
+        self._step_began_s: float | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._engine is None:
+            raise EngineUnavailableError("The engine has not started.")
+        return self._engine.info
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[None] = loop.create_future()
+
+        def finish(error: BaseException | None) -> None:
+            if not loaded.done():
+                loaded.set_exception(error) if error else loaded.set_result(None)
+
+        def run() -> None:
+            # torch and the weights load here, so that the socket answers at once
+            from onebox.engine.engine import Engine
+
+            try:
+                self._engine = Engine(self._config)
+            except BaseException as e:
+                loop.call_soon_threadsafe(finish, e)
+                return
+            self._failure = None
+            loop.call_soon_threadsafe(finish, None)
+            self._run(self._engine)
+
+        self._thread = Thread(target=run, name="onebox-engine", daemon=True)
+        self._thread.start()
+        await loaded
+
+    async def stop(self) -> None:
+        if self._thread is not None and self._thread.is_alive() and self._failure is None:
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        if self._failure is not None:
+            raise self._failure
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Output | OneboxError] = asyncio.Queue()
+
+        def sink(item: Output | OneboxError) -> None:
+            with suppress(RuntimeError):  # the loop may have closed under a request
+                loop.call_soon_threadsafe(outputs.put_nowait, item)
+
+        self._commands.put(lambda engine: self._add(engine, request, sink))
+        ended = False
+        try:
+            # an add that lost the race against the engine's end is answered by nobody else
+            while not ended:
+                if self._failure is not None and outputs.empty():
+                    await asyncio.sleep(0.05)
+                    if outputs.empty():
+                        raise self._failure
+                try:
+                    item = await asyncio.wait_for(outputs.get(), timeout=1.0)
+                except TimeoutError:
+                    continue
+                if isinstance(item, OneboxError):
+                    ended = True
+                    raise item
+                ended = item.finish_reason is not None
+                yield item
+        finally:
+            if not ended:
+                self._commands.put(lambda engine: self._cancel(engine, request.id))
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats() if self._engine is not None else EngineStats()
+
+    def alive(self) -> bool:
+        began_s = self._step_began_s
+        return self._failure is None and (began_s is None or time.monotonic() - began_s < self._stall_s)
+
+    def _run(self, engine: Engine) -> None:
+        """Steps while there is work, else waits for a command."""
+        error = EngineUnavailableError("The engine was stopped.")
+        try:
+            while self._obey(engine):
+                self._step_began_s = time.monotonic()
+                for output in engine.step():
+                    sink = (
+                        self._sinks.pop(output.request_id) if output.finish_reason else self._sinks[output.request_id]
+                    )
+                    sink(output)
+                self._step_began_s = None
+        except Exception:
+            logger.exception("the engine failed in a step")
+            error = EngineUnavailableError("The engine failed and ended; its log says why. Restart the server.")
+        self._failure, self._step_began_s = error, None
+        for sink in self._sinks.values():
+            sink(error)
+        self._sinks.clear()
+
+    def _obey(self, engine: Engine) -> bool:
+        """Run waiting commands; block for one when there is no work. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(engine)
+
+    def _add(self, engine: Engine, request: Request, sink: Callable[[Output | OneboxError], None]) -> None:
+        try:
+            engine.add(request)
+        except OneboxError as e:
+            sink(e)
+        else:
+            self._sinks[request.id] = sink
+
+    def _cancel(self, engine: Engine, request_id: str) -> None:
+        self._sinks.pop(request_id, None)
+        engine.cancel(request_id)
