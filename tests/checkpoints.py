@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -262,7 +262,7 @@ class Layout:
 
     encode: Callable[[str], Callable[[Tensor], Encoded]]
     quantization: dict[str, Any] | None = None
-    fused: bool = False  # experts of the body in one tensor
+    fused: Literal["", "body", "all"] = ""  # whose experts are in one tensor a layer
 
 
 def body(fmt: Callable[[Tensor], Encoded]) -> Callable[[str], Callable[[Tensor], Encoded]]:
@@ -305,7 +305,8 @@ _EXEMPT = ["lm_head", "gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "m
 
 LAYOUTS: dict[str, Layout] = {
     "bf16": Layout(lambda name: plain),
-    "bf16-fused": Layout(lambda name: plain, fused=True),
+    "bf16-fused": Layout(lambda name: plain, fused="body"),
+    "bf16-fused-mtp": Layout(lambda name: plain, fused="all"),
     "autoround": _auto_round(128, True),
     "autoround-g64": _auto_round(64, True),
     "autoround-g32-asym": _auto_round(32, False),
@@ -324,7 +325,7 @@ LAYOUTS: dict[str, Layout] = {
             "bits": 4,
             "group_size": 128,
             "sym": True,
-            "dynamic": {r"-:.*shared_expert.*": {}},
+            "dynamic": {"lm_head": {}, r"-:.*shared_expert.*": {}, r"-:.*mtp.*": {}},
         },
     ),
     "awq": Layout(
@@ -407,8 +408,9 @@ def write(
     for name, t in twin.tensors.items():
         tensors[stored(name)] = t
     if layout.fused:
-        for i in range(LAYERS):
-            experts = stored(f"layers.{i}.mlp.experts")
+        blocks = [f"layers.{i}" for i in range(LAYERS)] + (["mtp.layers.0"] if layout.fused == "all" else [])
+        for block in blocks:
+            experts = stored(f"{block}.mlp.experts")
             each = [
                 [tensors.pop(f"{experts}.{e}.{which}_proj.weight") for which in ("gate", "up", "down")]
                 for e in range(EXPERTS)

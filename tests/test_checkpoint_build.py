@@ -33,7 +33,7 @@ TWIN = make_twin()
 
 def kinds(path: Path, names: list[str]) -> list[str]:
     reader = WeightReader.open(path)
-    return [reader.scheme(name).kind for name in names]
+    return [Matrix.of(reader, name).scheme.kind for name in names]
 
 
 def hashes(path: Path) -> dict[str, str]:
@@ -57,7 +57,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["bf16", "bf16-fused"])
+@pytest.mark.parametrize("layout", ["bf16", "bf16-fused-mtp"])
 @pytest.mark.parametrize(
     ("recipe", "want"),
     [
@@ -209,6 +209,86 @@ def test_packed_base_is_not_quantised_twice(tmp_path: Path) -> None:
         prepare(str(tmp_path / "base"), BuildOptions(recipe="hybrid"))
 
 
+def values(path: Path, name: str) -> torch.Tensor:
+    return torch.cat([x for _, x in Matrix.of(WeightReader.open(path), name).chunks()])
+
+
+def test_fp8_base_keeps_its_shared_experts_and_gives_int4_experts(tmp_path: Path) -> None:
+    body = write(TWIN, tmp_path / "src", "fp8")
+    build(str(tmp_path / "src"), tmp_path / "out")
+    assert kinds(tmp_path / "out", NAMES[:4]) == ["int4", "fp8", "int4", "int4"]
+    shared, expert = "layers.2.mlp.shared_expert.down_proj", "layers.2.mlp.experts.3.down_proj"
+    assert torch.equal(values(tmp_path / "out", shared), body.meaning[shared])
+    assert 0.05 < relative_rms(values(tmp_path / "out", expert), body.meaning[expert]) < 0.13
+    verify(tmp_path / "out", str(tmp_path / "src"))
+
+
+@pytest.mark.parametrize("layout", ["nvfp4-ct", "nvfp4-modelopt"])
+def test_nvfp4_base_stays_nvfp4_bit_for_bit_and_gets_an_int8_head(layout: str, tmp_path: Path) -> None:
+    body = write(TWIN, tmp_path / "src", layout)
+    build(str(tmp_path / "src"), tmp_path / "out")
+    assert kinds(tmp_path / "out", NAMES) == ["nvfp4"] * 4 + ["int8"] + ["nvfp4"] * 2 + ["16-bit"] * 2
+    for name in NAMES[:4]:
+        assert torch.equal(values(tmp_path / "out", name), body.meaning[name]), name
+    assert load_model(tmp_path / "out", mtp=True).report.activation_scales == 0
+
+
+def with_manifest_of(out: Path, change: Callable[[bytearray, dict[str, Any], int], None]) -> None:
+    """Change the first shard's bytes and let the manifest vouch for them."""
+    shard = next(out.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    change(data, json.loads(data[8 : 8 + length]), 8 + length)
+    shard.write_bytes(bytes(data))
+    manifest = json.loads((out / "onebox.json").read_text())
+    manifest["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    (out / "onebox.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "damage", "finding"),
+    [
+        ("layers.0.input_layernorm.weight", b"\xff\x7f", "NaN"),
+        ("layers.1.mlp.experts.0.up_proj.scales", b"\x00\x7c", "Inf"),
+        ("layers.1.mlp.experts.0.up_proj.scales", b"\x00\x00", "scale of zero"),
+        ("layers.1.mlp.shared_expert.up_proj.weight", b"\x7f", "NaN"),
+        ("layers.1.mlp.shared_expert.up_proj.weight_scale_inv", b"\x00\x00\x80\xbf", "negative"),
+        ("lm_head.weight", b"\x80", "-128"),
+        ("layers.1.mlp.experts.0.up_proj.qzeros", b"\x66", "zero points"),
+    ],
+)
+def test_verify_refuses_values_that_mean_nothing(tensor: str, damage: bytes, finding: str, tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    out = tmp_path / "out"
+    build(str(tmp_path / "src"), out)
+
+    def change(data: bytearray, header: dict[str, Any], base: int) -> None:
+        name = next(n for n in header if n.endswith(tensor))
+        at = base + header[name]["data_offsets"][0]
+        data[at : at + len(damage)] = damage
+
+    with_manifest_of(out, change)
+    with pytest.raises(CheckpointError, match=finding) as caught:
+        verify(out)
+    assert tensor.rpartition(".")[0] in str(caught.value)
+
+
+def test_verify_finds_a_level_that_left_its_source(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    out = tmp_path / "out"
+    build(str(tmp_path / "src"), out)
+
+    def change(data: bytearray, header: dict[str, Any], base: int) -> None:
+        name = next(n for n in header if n.endswith("layers.3.self_attn.q_proj.qweight"))
+        start, end = (base + o for o in header[name]["data_offsets"])
+        data[start:end] = bytes(end - start)
+
+    with_manifest_of(out, change)
+    verify(out)
+    with pytest.raises(CheckpointError, match=r"layers\.3\.self_attn\.q_proj.*from the source"):
+        verify(out, str(tmp_path / "src"))
+
+
 def test_hybrid_exports_to_what_stock_engines_read(tmp_path: Path) -> None:
     write(TWIN, tmp_path / "src", "bf16-fused")
     build(str(tmp_path / "src"), tmp_path / "hybrid")
@@ -320,6 +400,7 @@ def _build_child(src: str, out: str) -> None:
     build(src, out, BuildOptions(shard_bytes=40_000))
 
 
+@pytest.mark.slow
 def test_build_killed_at_twenty_random_moments_ends_byte_identical(tmp_path: Path) -> None:
     src, out = str(tmp_path / "src"), tmp_path / "out"
     write(TWIN, tmp_path / "src", "bf16-fused")

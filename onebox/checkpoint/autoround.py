@@ -40,9 +40,7 @@ def gptq_to_int4(
     qweight: Tensor, scales: Tensor, qzeros: Tensor | None, group: int, zero_offset: int = 1
 ) -> Int4Weight:
     """`zero_offset` 1: zero points are stored less one (GPTQ v1 and AutoRound); 0: as they are (v2)."""
-    words, n = qweight.shape
-    # the four bytes of an integer are consecutive columns of the container: bytes move, bits stay
-    q = _bytes(qweight).view(words, n, 4).transpose(0, 1).reshape(n, words * 4)
+    q = _bytes(qweight.T)  # the four bytes of an integer are consecutive columns of the container: bits stay
     zero = None if qzeros is None else _zero((_nibbles(qzeros) + zero_offset) & 15)
     return Int4Weight(q, scales.T.contiguous(), zero, group)
 
@@ -50,7 +48,7 @@ def gptq_to_int4(
 def int4_to_gptq(w: Int4Weight, zero_offset: int = 1) -> dict[str, Tensor]:
     """`qweight`, `qzeros`, `scales` of a matrix [N, K]; N and K are multiples of 8."""
     n, half = w.q.shape
-    qweight = w.q.view(n, half // 4, 4).transpose(0, 1).reshape(-1).view(torch.int32).view(half // 4, n)
+    qweight = w.q.reshape(-1).view(torch.int32).view(n, half // 4).T.contiguous()
     groups = w.scale.shape[1]
     zeros = torch.full((groups, n), 8, dtype=torch.uint8) if w.zero is None else w.zero.T.contiguous()
     return {

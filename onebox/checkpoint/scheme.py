@@ -189,6 +189,8 @@ def _gptq(quant: Mapping[str, Any]) -> Declaration:
     base = replace(base, zero_offset=0 if version == "gptq_v2" else 1)
     rules: list[tuple[Rule, Scheme]] = []
     for pattern, values in (quant.get("dynamic") or {}).items():
+        if not values and not pattern.startswith("-:"):
+            continue  # "quantised like the rest": says nothing of its own
         compiled = _compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
         scheme = PLAIN
         if not pattern.startswith("-:"):
