@@ -215,9 +215,10 @@ CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
     "route": {"warps": (1, 2), "programs": (1, 2, 4), "stages": (2, 3, 4)},
     "shared": {"block_n": (32,), "unroll": (1, 2, 4), "programs": (2, 4, 8)},
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
-    "gated_delta": {"block_n": (16, 32, 64), "warps": (2, 4, 8)},
+    "gated_delta": {"block_n": (16, 32, 64, 128), "warps": (2, 4, 8, 16)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},
 }
+WIDTHLESS = ("gated_delta", "attention")  # kernels whose configuration is for any model
 USERS = {"shared": ("route", "gate_up")}  # kernels that a configuration beside their own shapes
 
 
@@ -233,9 +234,9 @@ def compile_candidates(shape: str, build: str, kernels: list[str], share: tuple[
     """Run every `share[1]`-th candidate once on one layer of each kind: fills Triton's cache, one process a share."""
     device = torch.device("cuda", 0)
     model = tiny(shape, build, batch, device)
-    width = model.spec.hidden
     jobs = [(k, c) for k in kernels for c in candidates(k)]
     for kernel, changes in jobs[share[0] :: share[1]]:
+        width = 0 if kernel in WIDTHLESS else model.spec.hidden
         base = configs.config(kernel, device, width)
         configs.override(device, kernel, width, **changes)
         for piece in pieces(model, batch, 512):
@@ -257,8 +258,9 @@ def tiny(shape: str, build: str, batch: int, device: torch.device) -> RandomMode
 
 def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_bytes_s: float) -> list[dict[str, Any]]:
     """Time every candidate of each kernel; the best stays in the process's table."""
-    device, lines, width = model.embedding.device, [], model.spec.hidden
+    device, lines = model.embedding.device, []
     for kernel in kernels:
+        width = 0 if kernel in WIDTHLESS else model.spec.hidden
         base, results = configs.config(kernel, device, width), []
         for changes in candidates(kernel):
             configs.override(device, kernel, width, **changes)

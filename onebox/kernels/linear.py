@@ -26,9 +26,12 @@ from onebox.kernels.tile import (
     NVFP4,
     add_to_residual,
     inverse_rms,
+    keep_rows,
     last_of,
     launch_next,
     launch_next_late,
+    load_residual,
+    load_squares,
     prefetch_rows,
     store_digits,
     times_int4,
@@ -157,7 +160,7 @@ def _normalize_kernel(
     wait_previous(PDL)
     parts = tl.arange(0, PARTS)
     squares = tl.load(squares_ptr + parts * n_rows + t, mask=parts < n_parts, other=0.0)
-    rms = tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+    rms = tl.rsqrt(tl.sum(squares.to(tl.float64), axis=0).to(tl.float32) / H + eps)
     y = tl.load(scaled_ptr + t * H + n, mask=n < H, other=0.0).to(tl.float32) * rms
     tl.store(out_ptr + t * H + n, y.to(out_ptr.dtype.element_ty), mask=n < H)
 
@@ -176,7 +179,7 @@ def normalize(h: Residual, eps: float) -> Tensor:
 @triton.jit
 def _project_tile(
     q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, digits_ptr, steps_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows,
-    eps, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    eps, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -186,6 +189,8 @@ def _project_tile(
     wait_previous(PDL)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
+    real = tl.arange(0, ROWS)
+    squares = load_squares(squares_ptr, real, real < n_rows, n_parts, n_rows, PARTS)
     if DIGITS:
         acc = times_int4(q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
     else:
@@ -194,15 +199,15 @@ def _project_tile(
             H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
         )  # fmt: skip
     launch_next_late(PDL)
-    acc = acc * inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)[None, :]
-    where = out_ptr + xt[None, :] * out_stride + (column + n)[:, None]
-    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & x_mask[None, :])
+    acc = keep_rows(acc, BN, T, ROWS) * inverse_rms(squares, H, eps)[None, :]
+    where = out_ptr + real[None, :] * out_stride + (column + n)[:, None]
+    tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (real < n_rows)[None, :])
 
 
 @triton.jit
 def _project_kernel(
     x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr,
-    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, DIGITS2: tl.constexpr, T: tl.constexpr, T2: tl.constexpr,
+    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, DIGITS2: tl.constexpr, T: tl.constexpr, T2: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, BK2: tl.constexpr, FORMAT2: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -211,12 +216,12 @@ def _project_kernel(
     if tile < tiles:
         _project_tile(
             q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows,
-            eps, H, PARTS, DIGITS, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            eps, H, PARTS, DIGITS, T, ROWS, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
     else:
         _project_tile(
             q2_ptr, s2_ptr, g2_ptr, N2, tile - tiles, N, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr,
-            n_parts, n_rows, eps, H, PARTS, DIGITS2, T2, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
+            n_parts, n_rows, eps, H, PARTS, DIGITS2, T2, ROWS, BN, BK2, FORMAT2, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
 
 
@@ -231,7 +236,7 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     _project_kernel[grid](
         h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n,
         b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), DIGITS=reads_digits(w), DIGITS2=tail is not None and reads_digits(tail), T=row_tile(rows, w),
-        T2=row_tile(rows, w if tail is None else tail), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        T2=row_tile(rows, w if tail is None else tail), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
         BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
     )  # fmt: skip
@@ -242,7 +247,7 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
 def _project_add_kernel(
     y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
     steps_ptr, partial_ptr, counter_ptr, n_rows, N,
-    K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -261,22 +266,26 @@ def _project_add_kernel(
         span, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, PARTS,
     )  # fmt: skip
     launch_next_late(PDL)
+    acc = keep_rows(acc, BN, T, ROWS)
+    xt = tl.arange(0, ROWS)
+    x_mask = xt < n_rows
+    x, norm = load_residual(x_in_ptr, norm_ptr, n, n_mask, xt, x_mask, N)
     if SPLITS > 1:
         where = partial_ptr + xt[None, :] * N + n[:, None]
         mask = n_mask[:, None] & x_mask[None, :]
         tl.store(where + split * n_rows * N, acc, mask=mask)
         if last_of(counter_ptr + tile, SPLITS):
-            acc = tl.zeros([BN, T], tl.float32)
+            acc = tl.zeros([BN, ROWS], tl.float32)
             for s in tl.static_range(SPLITS):
                 acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
             add_to_residual(
-                acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
-                norm_ptr, N, DIGITS,
+                acc, x, norm, tile, n, n_mask, xt, x_mask, n_rows, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+                N, DIGITS,
             )  # fmt: skip
     else:
         add_to_residual(
-            acc, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
-            norm_ptr, N, DIGITS,
+            acc, x, norm, tile, n, n_mask, xt, x_mask, n_rows, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+            N, DIGITS,
         )  # fmt: skip
 
 
@@ -306,7 +315,7 @@ def project_add(
     _project_add_kernel[(tiles * splits,)](
         y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.digits,
         out.squares, out.steps, workspace.partial, workspace.counters, rows, a.n,
-        K=a.k, T=row_tile(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format, ASM=inline_asm(y),
+        K=a.k, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format, ASM=inline_asm(y),
         STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, PARTS=0 if squares is None else squares.shape[1],
         DIGITS=a.n % 128 == 0, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip

@@ -19,9 +19,12 @@ from onebox.kernels.tile import (
     BF16,
     add_to_residual,
     inverse_rms,
+    keep_rows,
     last_of,
     launch_next,
     launch_next_late,
+    load_residual,
+    load_squares,
     paired_column,
     prefetch_rows,
     times_int4,
@@ -46,7 +49,7 @@ def _choose(
         row = partial_ptr + (s * T + t) * WIDE
         logits += tl.load(row[:, None] + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         gate += tl.load(row + EXPERTS, mask=row_mask, other=0.0, cache_modifier=".cg")
-    rms = inverse_rms(squares_ptr, t, row_mask, n_parts, n_rows, H, PARTS, eps)
+    rms = inverse_rms(load_squares(squares_ptr, t, row_mask, n_parts, n_rows, PARTS), H, eps)
     left = tl.where((e < E)[None, :], logits * rms[:, None], float("-inf"))
     best = tl.max(left, axis=1)
     total = tl.zeros([ROWS], tl.float32)
@@ -95,6 +98,7 @@ def _shared_hidden(
     x_mask = xt < n_rows
     span: tl.constexpr = H // SPLITS
     wait_previous(PDL)
+    squares = load_squares(squares_ptr, xt, x_mask, n_parts, n_rows, PARTS)
     if DIGITS:
         acc = times_int4(
             q_ptr, s_ptr, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES,
@@ -110,7 +114,7 @@ def _shared_hidden(
     column = paired_column(n) if PAIRED else n
     at = hidden_ptr + xt[None, :] * I + column[:, None]
     mask = (n < I)[:, None] & x_mask[None, :]
-    rms = inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps)
+    rms = inverse_rms(squares, H, eps)
     if SPLITS > 1:
         r = tile * BN + tl.arange(0, BN)
         part_mask = (r < 2 * I)[:, None] & x_mask[None, :]
@@ -256,13 +260,15 @@ def _gate_up_kernel(
     else:
         wait_previous(PDL)
         slot, tile = 1 + (pid - shared_tiles) // tiles, (pid - shared_tiles) % tiles
+        expert = tl.load(expert_ptr + slot).to(tl.int64)  # means nothing past the count
         if slot < tl.load(count_ptr):
             # int64: expert * stride passes 2**31 for 16-bit experts
-            expert = tl.load(expert_ptr + slot).to(tl.int64)
             q, s, g = q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride
             rows = _gate_up_rows(tile, I, BN)
             xt = tl.arange(0, T)
             x_mask = xt < n_rows
+            squares = load_squares(squares_ptr, xt, x_mask, n_parts, n_rows, PARTS)
+            share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
             if DIGITS:
                 acc = times_int4(q, s, rows, digits_ptr, steps_ptr, n_rows, H, T, BN, ASM, STAGES, UNROLL)
             else:
@@ -271,8 +277,7 @@ def _gate_up_kernel(
                     H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
                 )  # fmt: skip
             launch_next_late(PDL)
-            y = _gated(acc, inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H, PARTS, eps), BN, T)
-            share = tl.load(weight_ptr + slot * n_rows + xt, mask=x_mask, other=0.0)
+            y = _gated(acc, inverse_rms(squares, H, eps), BN, T)
             y = tl.where((share > 0)[None, :], y * share[None, :], 0.0)
             n = tile * (BN // 2) + tl.arange(0, BN // 2)
             column = paired_column(n) if PAIRED else n
@@ -316,7 +321,7 @@ def gate_up(
 def _down_kernel(
     y_ptr, added_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
     partial_ptr, counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride,
-    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, DIGITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -328,29 +333,33 @@ def _down_kernel(
     rows = tl.minimum(n, H - 1)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
-    mask = n_mask[:, None] & x_mask[None, :]
-    at = xt[None, :] * H + n[:, None]
     wait_previous(PDL)
     count = tl.load(count_ptr)
+    expert = tl.load(expert_ptr + slot).to(tl.int64)  # means nothing past the count
     if slot < count:
-        x = y_ptr + slot * n_rows * I
-        expert = tl.load(expert_ptr + slot).to(tl.int64)
+        y = y_ptr + slot * n_rows * I
         acc = times_rows(
-            q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, x, xt, x_mask,
-            n_rows, 0, x, 0.0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
+            q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride, rows, y, xt, x_mask,
+            n_rows, 0, y, 0.0, I, I, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
         )  # fmt: skip
         launch_next_late(PDL)
+        acc = keep_rows(acc, BN, T, ROWS)
+        real = tl.arange(0, ROWS)
+        live = real < n_rows
+        mask = n_mask[:, None] & live[None, :]
+        at = real[None, :] * H + n[:, None]
+        x, norm = load_residual(x_in_ptr, norm_ptr, n, n_mask, real, live, H)
+        total = tl.load(added_ptr + at, mask=mask, other=0.0)
         tl.store(partial_ptr + slot * n_rows * H + at, acc, mask=mask)
         if last_of(counter_ptr + tile, count - 1):
-            total = tl.load(added_ptr + at, mask=mask, other=0.0)
             for first in range(1, count, 8):  # slots in order; loads of eight in flight
                 for i in tl.static_range(8):
-                    here = mask & ((xt * 0 + (first + i)) < count)[None, :]
+                    here = mask & ((real * 0 + (first + i)) < count)[None, :]
                     part = partial_ptr + (first + i) * n_rows * H + at
                     total += tl.load(part, mask=here, other=0.0, cache_modifier=".cg")
             add_to_residual(
-                total, tile, n, n_mask, xt, x_mask, n_rows, x_in_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
-                steps_ptr, norm_ptr, H, DIGITS,
+                total, x, norm, tile, n, n_mask, real, live, n_rows, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
+                steps_ptr, H, DIGITS,
             )  # fmt: skip
 
 
@@ -376,7 +385,7 @@ def down(
     _down_kernel[(tiles * (cap - 1),)](
         y, added, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.digits, out.squares, out.steps,
         workspace.partial, workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0),
-        a.extra.stride(0), H=a.n, I=inner, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        a.extra.stride(0), H=a.n, I=inner, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
         ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, DIGITS=a.n % 128 == 0,
         **launch(y.device, c.warps),
     )  # fmt: skip

@@ -378,15 +378,14 @@ def paired_column(n):
 
 @triton.jit
 def prefetch_rows(q_ptr, rows, K: tl.constexpr, FORMAT: tl.constexpr, PREFETCH: tl.constexpr):
-    """Ask L2 for whole weight rows: worth it while the previous kernel still runs."""
+    """Ask L2 for the first 256 bytes of weight rows: worth it while the previous kernel still runs."""
     if PREFETCH:
-        row_bytes: tl.constexpr = K // 2 if FORMAT == INT4 or FORMAT == NVFP4 else (2 * K if FORMAT == BF16 else K)
+        row_bytes: tl.constexpr = K // 2 if FORMAT >= INT4 else (2 * K if FORMAT == BF16 else K)
         address = (q_ptr.to(tl.pointer_type(tl.uint8)) + rows * row_bytes).to(tl.int64)
-        size = tl.full(address.shape, row_bytes, tl.int32)
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [address, size],
+            "prefetch.global.L2 [$1]; prefetch.global.L2 [$1+128]; mov.b32 $0, 0;",
+            "=r,l",
+            [address],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -407,46 +406,61 @@ def last_of(counter_ptr, expected):
 
 
 @triton.jit
-def inverse_rms(squares_ptr, xt, x_mask, n_parts, n_rows, H: tl.constexpr, PARTS: tl.constexpr, eps):
-    """1 / rms of each residual row, from the sums of squares its producer's tiles left. squares [n_parts, n_rows]."""
+def keep_rows(acc, BN: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr):
+    """The first ROWS columns of [BN, T]; the others are zero. What follows a product then works on real rows only."""
+    return acc if ROWS == T else tl.sum(tl.reshape(acc, [BN, T // ROWS, ROWS]), axis=1)
+
+
+@triton.jit
+def load_squares(squares_ptr, xt, x_mask, n_parts, n_rows, PARTS: tl.constexpr):
+    """The sums of squares a residual stream's producers left, [PARTS, T]: loaded before a loop, summed after it."""
     parts = tl.arange(0, PARTS)
-    squares = tl.load(
-        squares_ptr + parts[:, None] * n_rows + xt[None, :],
-        mask=(parts < n_parts)[:, None] & x_mask[None, :],
-        other=0.0,
-    )
-    return tl.rsqrt(tl.sum(squares, axis=0) / H + eps)
+    at = squares_ptr + parts[:, None] * n_rows + xt[None, :]
+    return tl.load(at, mask=(parts < n_parts)[:, None] & x_mask[None, :], other=0.0)
+
+
+@triton.jit
+def inverse_rms(squares, H: tl.constexpr, eps):
+    """1 / rms of each residual row. In fp64, so that the order of the sum, which the tile's shape sets, leaves no trace."""
+    return tl.rsqrt(tl.sum(squares.to(tl.float64), axis=0).to(tl.float32) / H + eps)
+
+
+@triton.jit
+def load_residual(x_in_ptr, norm_ptr, n, n_mask, xt, x_mask, H: tl.constexpr):
+    """What `add_to_residual` adds to, and the next norm's weight: loaded before the wait for the other parts."""
+    mask = n_mask[:, None] & x_mask[None, :]
+    x = tl.load(x_in_ptr + xt[None, :] * H + n[:, None], mask=mask, other=0.0)
+    return x, tl.load(norm_ptr + n, mask=n_mask, other=0.0)
 
 
 @triton.jit
 def add_to_residual(
     y,
+    x,
+    norm,
     tile,
     n,
     n_mask,
     xt,
     x_mask,
     n_rows,
-    x_in_ptr,
     x_ptr,
     scaled_ptr,
     digits_ptr,
     squares_ptr,
     steps_ptr,
-    norm_ptr,
     H: tl.constexpr,
     DIGITS: tl.constexpr,
 ):
     """x + y for a [BN, T] tile of the residual stream, and what the next norm needs (`Residual`)."""
     where = xt[None, :] * H + n[:, None]
     mask = n_mask[:, None] & x_mask[None, :]
-    x = tl.load(x_in_ptr + where, mask=mask, other=0.0).to(tl.float32)
-    x = (x + y).to(x_ptr.dtype.element_ty)
+    x = (x.to(tl.float32) + y).to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + where, x, mask=mask)
     x = x.to(tl.float32)
-    w = 1.0 + tl.load(norm_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-    scaled = x * w[:, None]
+    scaled = x * (1.0 + norm.to(tl.float32))[:, None]
     tl.store(scaled_ptr + where, scaled.to(scaled_ptr.dtype.element_ty), mask=mask)
-    tl.store(squares_ptr + tile * n_rows + xt, tl.sum(tl.where(mask, x * x, 0.0), axis=0), mask=x_mask)
+    square = tl.sum(tl.where(mask, x * x, 0.0).to(tl.float64), axis=0)  # fp64: see inverse_rms
+    tl.store(squares_ptr + tile * n_rows + xt, square.to(tl.float32), mask=x_mask)
     if DIGITS:
         store_digits(scaled, n, mask, tile, xt, x_mask, n_rows, digits_ptr, steps_ptr, H)
