@@ -85,8 +85,7 @@ def length(text: str | None) -> int | None:
 def make_engine(config: EngineConfig) -> EngineClient:
     from onebox.engine import process
 
-    client: EngineClient = vars(process)["ThreadEngine"](config)
-    return client
+    return process.ThreadEngine(config)
 
 
 def say(line: str) -> None:

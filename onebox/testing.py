@@ -98,6 +98,8 @@ class FakeEngine:
             await asyncio.sleep(self.step_s)
             end = min(given + self.tokens_per_step, params.max_tokens)
             tokens = tuple(script[given:end])
+            if favoured := [t for t, bias in params.logit_bias if bias >= 100]:
+                tokens = (favoured[0],)
             stop = next((i for i, t in enumerate(tokens) if t in params.stop_token_ids), None)
             reason: FinishReason | None = None
             stop_token = None

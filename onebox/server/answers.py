@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from onebox.engine.process import EngineClient
@@ -37,11 +37,31 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Steering:
+    """What an answer is made to do: think no longer than a budget, and call one of some functions after thinking.
+
+    Both put tokens into the answer and let the engine go on from there; the prefix cache makes that cheap.
+    """
+
+    thinking_budget: int | None = None  # tokens
+    functions: tuple[str, ...] = ()  # one of these must be called; () leaves it to the model
+
+    def due(self, answer: Answer) -> bool:
+        """Whether tokens must be put in now."""
+        parser = answer.parser
+        assert parser is not None
+        if parser.thinking:
+            return self.thinking_budget is not None and answer.usage.reasoning_tokens >= self.thinking_budget
+        return bool(self.functions) and parser.n_calls == 0
+
+
+@dataclass(frozen=True)
 class Job:
-    """One answer to produce: what the engine runs, and what turns its tokens into text."""
+    """One answer to produce: what the engine runs, what turns its tokens into text, and how it is steered."""
 
     request: Request
     answer: Answer
+    steering: Steering | None = None
 
 
 class Service:
@@ -85,6 +105,11 @@ class Service:
         except OneboxError as e:
             self.phase, self.failure, self.detail = "failed", e, str(e)
             raise
+        except Exception as e:
+            log.exception("the engine did not start")
+            self.failure = EngineUnavailableError(f"The engine did not start: {type(e).__name__}: {e}")
+            self.phase, self.detail = "failed", str(self.failure)
+            raise self.failure from e
         self.phase, self.detail = "ready", ""
 
     async def drain(self, timeout_s: float) -> None:
@@ -208,22 +233,94 @@ class Service:
         self.active += 1
         record = self.metrics.begin(len(job.request.prompt))
         try:
-            async with aclosing(cast(Any, self.engine.generate(job.request))) as outputs:
-                async for output in outputs:
-                    delta = job.answer.push(output)
-                    record.step(job.answer.usage)
-                    if not delta.empty:
-                        yield delta
-                    if job.answer.done:
-                        record.finish(str(delta.finish_reason), job.answer.usage)
-                        return
-            raise EngineUnavailableError("The engine ended this answer without a reason.")
+            request, answer = job.request, job.answer
+            if job.steering is not None:
+                answer.pause_at = job.steering.due
+                answer.paused = job.steering.due(answer)
+            while True:
+                if answer.paused:
+                    room = job.request.params.max_tokens - len(answer.taken)
+                    forced = await self._forced(job) if room > 0 else []
+                    delta = answer.force(forced[:room], "length" if len(forced) >= room else None)
+                    yield delta
+                    if answer.done:
+                        break
+                    request = continued(job.request, answer.taken)
+                async with aclosing(cast(Any, self.engine.generate(request))) as outputs:
+                    async for output in outputs:
+                        delta = answer.push(output)
+                        record.step(answer.usage)
+                        if not delta.empty:
+                            yield delta
+                        if answer.done or answer.paused:
+                            break
+                    else:
+                        raise EngineUnavailableError("The engine ended this answer without a reason.")
+                if answer.done:
+                    break
+            record.finish(str(delta.finish_reason), answer.usage)
         except Exception:
             record.finish("error", job.answer.usage)
             raise
         finally:
             self.active -= 1
             record.finish("abort", job.answer.usage)  # unless finished above: the caller went away
+
+    async def _forced(self, job: Job) -> list[int]:
+        """The tokens a steered answer gets at this point."""
+        steering, answer = job.steering, job.answer
+        assert steering is not None and answer.parser is not None
+        begun, thinking = bool(answer.taken), answer.parser.thinking
+        text = "\n</think>\n\n" if thinking else "\n\n" if begun else ""
+        ids = self.tokenizer.encode(text)
+        if steering.functions:
+            ids += self.tokenizer.encode("<tool_call>\n<function=")
+            names = [self.tokenizer.encode(f"{name}>\n") for name in steering.functions]
+            ids += await self._choose(continued(job.request, [*answer.taken, *ids]), names)
+        return ids
+
+    async def _choose(self, request: Request, options: Sequence[Sequence[int]]) -> list[int]:
+        """One of several token sequences, chosen by the model: it is asked wherever more than one token may follow."""
+        chosen: list[int] = []
+        while True:
+            open_options = [o for o in options if list(o[: len(chosen)]) == chosen]
+            allowed = sorted({o[len(chosen)] for o in open_options if len(o) > len(chosen)})
+            if not allowed:
+                return chosen
+            if len(allowed) == 1:
+                chosen.append(allowed[0])
+                continue
+            params = replace(
+                request.params,
+                max_tokens=1,
+                min_tokens=1,
+                logprobs=None,
+                logit_bias=tuple((t, 100.0) for t in allowed),
+                stop_token_ids=(),
+                ignore_eos=True,
+            )
+            asked = replace(
+                request, id=f"{request.id}-c{len(chosen)}", prompt=(*request.prompt, *chosen), params=params
+            )
+            async with aclosing(cast(Any, self.engine.generate(asked))) as outputs:
+                async for output in outputs:
+                    chosen += output.tokens[:1]
+                    if output.finish_reason is not None:
+                        break
+            if chosen[-1] not in allowed:
+                raise EngineUnavailableError("The engine chose a token that was not allowed.")
+
+
+def continued(request: Request, taken: Sequence[int]) -> Request:
+    """The request that goes on after an answer's first tokens. At least one token is left to generate."""
+    params = request.params
+    left = max(1, params.max_tokens - len(taken))
+    return replace(
+        request,
+        id=f"{request.id}-{len(taken)}",
+        prompt=(*request.prompt, *taken),
+        params=replace(params, max_tokens=left, min_tokens=min(left, max(0, params.min_tokens - len(taken)))),
+    )
 
 
 def new_id(prefix: str) -> str:

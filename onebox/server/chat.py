@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -407,8 +407,13 @@ class Answer:
     include_stop: bool = False
     skip_special: bool = True
     min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()  # those asked for; the model's own end of text is no stop reason
+    max_calls: int | None = None  # the answer ends after this many tool calls
+    pause_at: Callable[[Answer], bool] | None = None  # asked after each token; see push
     usage: AnswerUsage = field(default_factory=AnswerUsage)
     done: bool = False
+    paused: bool = False
+    taken: list[int] = field(default_factory=list)  # every token so far, shown or held
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer, skip_special=self.skip_special)
@@ -416,41 +421,71 @@ class Answer:
         self._decoded = 0  # characters decoded, released or held
         self._released = 0
         self._waiting: list[tuple[int, int, TokenLogprob | None]] = []  # where a token's text begins, token, logprob
+        self._drafts_before = (0, 0)  # drafted and accepted by engine requests that are over
+
+    def force(self, tokens: Sequence[int], end: FinishReason | None = None) -> AnswerDelta:
+        """Puts tokens into the answer that the model did not choose; their probability is one. Ends a pause."""
+        self.paused = False
+        self._drafts_before = (self.usage.drafted, self.usage.accepted)
+        pause_at, self.pause_at = self.pause_at, None
+        delta = self._push(tokens, [TokenLogprob(t, 0.0) for t in tokens], end)
+        self.pause_at = pause_at
+        return delta
 
     def push(self, output: Output) -> AnswerDelta:
-        """Raises EngineUnavailableError when the engine gave the answer up."""
-        usage = self.usage
-        usage.prompt_tokens = output.prompt_tokens or usage.prompt_tokens
-        usage.cached_tokens = output.cached_tokens or usage.cached_tokens
-        usage.drafted, usage.accepted = output.drafted, output.accepted
+        """Takes one step's tokens. With `pause_at` true after one of them, or at an end of text while it would still
+        come true, the rest is dropped and `paused` set: the caller puts tokens of its own in and asks the engine anew.
+
+        Raises EngineUnavailableError when the engine gave the answer up.
+        """
+        usage, (drafted, accepted) = self.usage, self._drafts_before
+        if not usage.prompt_tokens:  # a later engine request of the same answer finds this one's tokens cached
+            usage.prompt_tokens, usage.cached_tokens = output.prompt_tokens, output.cached_tokens
+        usage.drafted, usage.accepted = drafted + output.drafted, accepted + output.accepted
         if output.finish_reason in ("error", "cancelled"):
             raise EngineUnavailableError(f"The engine gave this answer up: {output.error or output.finish_reason}.")
-        events = Events()
-        for i, token in enumerate(output.tokens):
+        return self._push(output.tokens, output.logprobs, output.finish_reason, output.stop_token)
+
+    def _push(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        end: FinishReason | None = None,
+        stop_token: int | None = None,
+    ) -> AnswerDelta:
+        usage, events, stop = self.usage, Events(), None
+        for i, token in enumerate(tokens):
+            self.taken.append(token)
             usage.completion_tokens += 1
             if self.parser is not None and self.parser.thinking:
                 usage.reasoning_tokens += 1
-            self._waiting.append((self._decoded, token, output.logprobs[i] if output.logprobs else None))
+            self._waiting.append((self._decoded, token, logprobs[i] if logprobs else None))
             text = self._detokenizer.push(token)
-            if not text:
-                continue
             self._decoded += len(text)
-            stop = None
             if usage.completion_tokens > self.min_tokens:
                 text, stop = self._matcher.push(text)
             self._release(text, events)
             if stop is not None:
                 return self._finish(events, "stop", stop)
-        if output.finish_reason is not None:
-            text = self._detokenizer.finish()
-            self._decoded += len(text)
-            text, stop = self._matcher.push(text)
-            if stop is None:
-                text += self._matcher.finish()
-            self._release(text, events)
-            reason = "stop" if stop is not None else output.finish_reason
-            return self._finish(events, reason, stop if stop is not None else output.stop_token)
-        return self._delta(events)
+            if self.max_calls is not None and self.parser is not None and self.parser.n_closed >= self.max_calls:
+                return self._finish(events, "stop", None)
+            if self.pause_at is not None and self.pause_at(self):
+                self.paused = True
+                return self._delta(events)
+        if end is None:
+            return self._delta(events)
+        if end == "stop" and self.pause_at is not None and self.parser is not None and self.parser.thinking:
+            self.paused = True  # the end came inside thinking, with something still to be put in
+            return self._delta(events)
+        text = self._detokenizer.finish()
+        self._decoded += len(text)
+        text, stop = self._matcher.push(text)
+        if stop is None:
+            text += self._matcher.finish()
+        self._release(text, events)
+        if stop is not None:
+            return self._finish(events, "stop", stop)
+        return self._finish(events, end, stop_token if stop_token in self.stop_token_ids else None)
 
     def _release(self, text: str, events: Events) -> None:
         if not text:

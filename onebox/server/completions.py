@@ -15,7 +15,7 @@ from typing import Any
 import onebox
 from onebox.errors import RequestError
 from onebox.request import Request, SamplingParams, TokenLogprob
-from onebox.server.answers import Job, Prompt, Service, new_id
+from onebox.server.answers import Job, Prompt, Service, Steering, new_id
 from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer
 from onebox.server.parsers import AnswerParser, CallDelta
 from onebox.server.protocol import ChatBody, CompletionBody, GenerationBody
@@ -67,7 +67,7 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
     """Everything that can be refused is refused here, before the first byte. Raises RequestError."""
     service.check_ready()
     model = service.model_name(body.model)
-    tools = chosen_tools(service, body)
+    tools, forced = chosen_tools(service, body)
     prompt = await service.chat_prompt(
         [m.model_dump(exclude_unset=True) for m in body.messages],
         tools=tools,
@@ -83,9 +83,15 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
         defaults=service.defaults,
     )
     id, n = new_id("chatcmpl"), body.n or 1
-    jobs = [
-        make_job(service, body, id, i, prompt, params, parser=service.parser(prompt.thinking, tools)) for i in range(n)
-    ]
+    steering = (
+        Steering(body.thinking_token_budget, forced) if body.thinking_token_budget is not None or forced else None
+    )
+    one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
+    jobs = []
+    for i in range(n):
+        job = make_job(service, body, id, i, prompt, params, parser=service.parser(prompt.thinking, tools))
+        job.answer.max_calls = 1 if one_call else None
+        jobs.append(replace(job, steering=steering))
     return Run(id, model, (prompt,), tuple(jobs), n, body)
 
 
@@ -112,21 +118,28 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
     return Run(id, model, prompts, tuple(jobs), n, body)
 
 
-def chosen_tools(service: Service, body: ChatBody) -> list[dict[str, Any]]:
-    """The tools the model is shown: none for tool_choice "none". Raises RequestError for what cannot be enforced."""
-    tools = body.function_tools()
-    choice = body.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise RequestError(
-            "Unsupported field 'tool_choice': only 'auto' and 'none' are served yet.", param="tool_choice"
-        )
-    if tools and not service.tools and choice != "none":
-        raise RequestError("'tools' needs a server started with --enable-auto-tool-choice.", param="tools")
-    if body.parallel_tool_calls is False and tools:
-        raise RequestError(
-            "Unsupported field 'parallel_tool_calls': false is not served yet.", param="parallel_tool_calls"
-        )
-    return [] if choice == "none" else tools
+def chosen_tools(service: Service, body: ChatBody) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The tools the model is shown (none for tool_choice "none"), and the functions one of which it must call.
+
+    Raises RequestError for a choice that is none of the tools.
+    """
+    tools, choice = body.function_tools(), body.tool_choice
+    if choice == "none":
+        return [], ()
+    if tools and not service.tools:
+        raise RequestError("'tools' needs a server started with a --tool-call-parser.", param="tools")
+    if choice in (None, "auto"):
+        return tools, ()
+    names = tuple(t["function"]["name"] for t in tools)
+    if isinstance(choice, dict):
+        function = choice.get("function", choice)
+        named = function.get("name") if isinstance(function, dict) else None
+        if named not in names:
+            raise RequestError(f"'tool_choice' names {named!r}, which is none of the tools.", param="tool_choice")
+        return tools, (str(named),)
+    if not names:
+        raise RequestError("'tool_choice': 'required' needs 'tools'.", param="tool_choice")
+    return tools, names
 
 
 def make_job(
@@ -159,6 +172,7 @@ def make_job(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
     )
     return Job(request, answer)
 

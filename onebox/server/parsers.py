@@ -117,6 +117,7 @@ class AnswerParser:
         self._trim = self._state == "thinking"  # leading white space of the coming text is not part of it
         self._line_start = True
         self._n_calls = 0
+        self._n_closed = 0
         self._schema: Mapping[str, Any] = {}  # of the call being read
         self._keys: list[str] = []
         self._skip_value = False
@@ -130,7 +131,13 @@ class AnswerParser:
 
     @property
     def n_calls(self) -> int:
+        """Calls begun."""
         return self._n_calls
+
+    @property
+    def n_closed(self) -> int:
+        """Calls whose arguments are complete."""
+        return self._n_closed
 
     def push(self, text: str, events: Events) -> None:
         """Reads `text`, adding what is now certain to `events`."""
@@ -267,6 +274,7 @@ class AnswerParser:
         events.calls.append(CallDelta(self._n_calls, new_call_id(), call[0]))
         events.calls.append(CallDelta(self._n_calls, arguments=call[1]))
         self._n_calls += 1
+        self._n_closed += 1
         self._buffer, self._state, self._trim = rest, self._outer, True
         return True
 
@@ -368,6 +376,7 @@ class AnswerParser:
 
     def _close_arguments(self, events: Events) -> None:
         self._arguments("}" if self._keys else "{}", events)
+        self._n_closed += 1
 
     def _after(self, events: Events, last: bool) -> bool:
         text = self._buffer.lstrip()

@@ -208,7 +208,6 @@ class ChatBody(GenerationBody):
     refused = {
         **NOT_SERVED,
         "response_format": "not served yet.",
-        "thinking_token_budget": "not served yet.",
         "functions": "send 'tools'.",
         "function_call": "send 'tool_choice'.",
         "web_search_options": "this server searches nothing.",
@@ -243,6 +242,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = True
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False

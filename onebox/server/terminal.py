@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +91,19 @@ def chat(
 ) -> None:
     """A conversation: one answer for each of `inputs`, each followed by its figures. Raises ConfigError."""
     console = console or Console()
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0)
-    model = model or first_model(client, url)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0) as client:
+        converse(client, url, inputs, model or first_model(client, url), system, console, params)
+
+
+def converse(
+    client: openai.OpenAI,
+    url: str,
+    inputs: Iterable[str],
+    model: str,
+    system: str | None,
+    console: Console,
+    params: Mapping[str, Any],
+) -> None:
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     for line in inputs:
         messages.append({"role": "user", "content": line})
