@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from onebox.errors import ConfigError
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 # bytes a weight, scales included (recipe: INT4 has one 16-bit scale for 128 weights)
 WEIGHT_BYTES = {

@@ -16,7 +16,7 @@ from onebox.model.layers import Rope
 from onebox.model.load import load_model
 from onebox.model.qwen3_5 import Qwen35
 from onebox.model.sequence import Sequences
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 from tests.twins import make_twin
 
 TWINS = [

@@ -23,8 +23,8 @@ from onebox.errors import CheckpointError, ConfigError, ContextLengthError, Requ
 from onebox.ledger import Build, kv_bytes_per_token
 from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
-from onebox.model.spec import Spec
 from onebox.request import FinishReason, Output, Request
+from onebox.spec import Spec
 
 DEFAULT_DRAFT_LEN = 2
 CPU_KV_GB = 1.0

@@ -9,8 +9,8 @@ from torch import Tensor
 from onebox.kernels.paged_attention_ref import paged_attention_ref, write_kv_ref
 from onebox.kernels.weights import Weight
 from onebox.model.layers import linear, rms_norm, rotate
-from onebox.model.spec import Spec
 from onebox.request import Batch
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

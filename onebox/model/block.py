@@ -11,8 +11,8 @@ from onebox.model.cache import GdnState
 from onebox.model.gated_delta import GatedDeltaWeights, gated_delta
 from onebox.model.layers import MlpWeights, mlp, rms_norm
 from onebox.model.moe import MoeWeights, moe
-from onebox.model.spec import Spec
 from onebox.request import Batch
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

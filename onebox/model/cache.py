@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onebox.kernels.gated_delta_ref import apply_rows_ref
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

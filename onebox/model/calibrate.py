@@ -33,7 +33,7 @@ from onebox.model.load import _Builder, _place
 from onebox.model.moe import MoeWeights
 from onebox.model.mtp import MtpWeights, mtp
 from onebox.model.sequence import even_batch, page_table
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 MIN_INPUTS = 64  # an expert met less often is rounded to nearest
 

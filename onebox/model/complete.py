@@ -8,7 +8,7 @@ import torch
 
 from onebox.checkpoint.reader import LoadReport, WeightReader
 from onebox.model.load import _Builder
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 
 def check_complete(path: str | Path) -> LoadReport:

@@ -19,8 +19,8 @@ from onebox.kernels.gated_delta_ref import (
 from onebox.kernels.weights import Weight
 from onebox.model.cache import GdnState
 from onebox.model.layers import gated_rms_norm, linear
-from onebox.model.spec import Spec
 from onebox.request import Batch
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

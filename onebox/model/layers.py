@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onebox.kernels.weights import Weight, dequantize
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 
 def linear(x: Tensor, w: Weight) -> Tensor:

@@ -19,7 +19,7 @@ from onebox.model.layers import MlpWeights, Rope
 from onebox.model.moe import MoeWeights
 from onebox.model.mtp import MtpWeights
 from onebox.model.qwen3_5 import Qwen35
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from onebox.kernels.moe_ref import experts_ref, route_ref
 from onebox.kernels.weights import Weight
 from onebox.model.layers import MlpWeights, dense, linear, mlp
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)

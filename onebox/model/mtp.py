@@ -14,8 +14,8 @@ from torch import Tensor
 from onebox.kernels.weights import Weight
 from onebox.model.block import BlockWeights, attention_block
 from onebox.model.layers import Rope, linear, rms_norm
-from onebox.model.spec import Spec
 from onebox.request import Batch
+from onebox.spec import Spec
 
 FIRST_ENTRY = 1  # entry 0 would belong to position -1
 

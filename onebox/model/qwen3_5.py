@@ -13,8 +13,8 @@ from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
 from onebox.model.layers import Rope, linear, rms_norm
 from onebox.model.mtp import MtpWeights, mtp
-from onebox.model.spec import Spec
 from onebox.request import Batch
+from onebox.spec import Spec
 
 
 @dataclass(frozen=True)
