@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import onebox
 from onebox.engine.process import EngineClient
 from onebox.errors import OneboxError, QueueFullError, RequestError
-from onebox.server import completions, metrics
+from onebox.server import completions, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
 from onebox.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
@@ -37,6 +37,8 @@ OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no 
 BODIES: Mapping[str, type] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/messages": messages.MessagesBody,
+    "/v1/messages/count_tokens": messages.CountBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -209,6 +211,29 @@ async def data_events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGene
         await chunks.aclose()
 
 
+async def named_events(events: AsyncGenerator[messages.Event, None]) -> AsyncGenerator[bytes, None]:
+    """Anthropic's event form: the name twice, as event and as type."""
+    try:
+        async for name, value in events:
+            yield named_event(name, {"type": name, **value})
+    finally:
+        await events.aclose()
+
+
+def named_event(name: str, value: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(value) + b"\n\n"
+
+
+def shaped_error(path: str, e: RequestError) -> Response:
+    """An error in the shape of the API that the path belongs to."""
+    made = error_response(e)
+    if path.startswith("/v1/messages"):
+        made = json_response(
+            messages.error_json(e), e.status, {k: v for k, v in made.headers.items() if k == "retry-after"}
+        )
+    return made
+
+
 class Gate:
     """Checks API keys and names each request. Bearer or x-api-key; compared in constant time."""
 
@@ -230,7 +255,7 @@ class Gate:
 
         if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
             e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
-            await error_response(e)(scope, receive, send_named)
+            await shaped_error(scope["path"], e)(scope, receive, send_named)
             return
         await self.app(scope, receive, send_named)
 
@@ -310,10 +335,10 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     def count(status: int, code: str | None) -> None:
         service.metrics.http_errors.labels(str(status), str(code)).inc()
 
-    async def refused(_: Request, e: Exception) -> Response:
+    async def refused(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)
         count(e.status, e.code)
-        return error_response(e)
+        return shaped_error(request.url.path, e)
 
     async def http(_: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
@@ -326,9 +351,9 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
 
-    async def internal(_: Request, __: Exception) -> Response:
+    async def internal(request: Request, _: Exception) -> Response:
         count(500, "internal_error")
-        return error_response(InternalError())
+        return shaped_error(request.url.path, InternalError())
 
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(HTTPException, http)
@@ -376,6 +401,24 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
         if body.stream:
             return EventStream(data_events(completions.completion_chunks(service, run)), ping_s=ping_s)
         return json_response(await unless_hung_up(request, completions.completion_response(service, run)))
+
+    @app.post("/v1/messages", tags=["generation"])
+    async def anthropic(request: Request) -> Response:
+        body = await body_of(request, messages.MessagesBody)
+        run = await messages.prepare(service, body)
+        if not body.stream:
+            return json_response(await unless_hung_up(request, messages.response(service, run)))
+        return EventStream(
+            named_events(messages.stream(service, run)),
+            ping_s=ping_s,
+            done=b"",
+            error_event=lambda e: named_event("error", messages.error_json(e)),
+            refusal=lambda e: shaped_error("/v1/messages", e),
+        )
+
+    @app.post("/v1/messages/count_tokens", tags=["tokens"])
+    async def count_tokens(request: Request) -> Response:
+        return json_response(await messages.count_tokens(service, await body_of(request, messages.CountBody)))
 
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(request: Request) -> Response:

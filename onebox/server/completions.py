@@ -7,7 +7,7 @@ Token counts leave out the end-of-text token. `max_tokens` beyond what the conte
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,13 +68,7 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
     service.check_ready()
     model = service.model_name(body.model)
     tools, forced = chosen_tools(service, body)
-    prompt = await service.chat_prompt(
-        [m.model_dump(exclude_unset=True) for m in body.messages],
-        tools=tools,
-        options=body.template_options(),
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final=bool(body.continue_final_message),
-    )
+    prompt = await chat_prompt(service, body, tools)
     asked = body.max_completion_tokens or body.max_tokens
     params = body.sampling(
         max_tokens=service.room(len(prompt.ids), asked),
@@ -93,6 +87,16 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
         job.answer.max_calls = 1 if one_call else None
         jobs.append(replace(job, steering=steering))
     return Run(id, model, (prompt,), tuple(jobs), n, body)
+
+
+async def chat_prompt(service: Service, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+    return await service.chat_prompt(
+        [m.model_dump(exclude_unset=True) for m in body.messages],
+        tools=tools,
+        options=body.template_options(),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final=bool(body.continue_final_message),
+    )
 
 
 async def prepare_completion(service: Service, body: CompletionBody) -> Run:

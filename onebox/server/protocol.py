@@ -310,6 +310,14 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     return body
 
 
+def translated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
+    """A body made from another API's. Raises RequestError naming the field at fault by its name there."""
+    try:
+        return kind.model_validate({k: v for k, v in fields.items() if v is not None})
+    except ValidationError as e:
+        raise validation_error(e) from e
+
+
 def validation_error(error: ValidationError) -> RequestError:
     """pydantic's findings as one line about the first field at fault."""
     finding = error.errors(include_url=False, include_context=False)[0]
