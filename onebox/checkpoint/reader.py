@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class WeightReader:
     used: set[str] = field(default_factory=set)
     formats: Counter[str] = field(default_factory=Counter)
     headers_only: bool = False
+    schemes: dict[str, Scheme] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, *, wanted: Callable[[str], bool] | None = None) -> WeightReader:
@@ -148,8 +150,9 @@ class WeightReader:
                         f"{self.published(name)}.{i}: gate_proj is {format_name(parts[0])}, up_proj is "
                         f"{format_name(parts[1])} or differs in group; one format was expected."
                     )
-                gate_ups.put(i, cat(parts))
-                downs.put(i, self._linear(f"{name}.{i}.down_proj", hidden, inter))
+                down = self._linear(f"{name}.{i}.down_proj", hidden, inter)
+                gate_ups.put(i, parts[0] if self.headers_only else cat(parts))
+                downs.put(i, down)
             gate_up, down = gate_ups.weight(), downs.weight()
         for w in (gate_up, down):
             self.formats[format_name(w)] += nbytes(w)
@@ -189,9 +192,15 @@ class WeightReader:
 
     def scheme(self, name: str) -> Scheme:
         """The format of a module: what config.json declares, once the stored tensors agree with it."""
+        if name in self.schemes:
+            return self.schemes[name]
         parts = self.modules.get(name)
         if not parts:
             raise CheckpointError(f"{self.published(name)}: the checkpoint holds no such tensor; it is incomplete.")
+        scheme = self.schemes[name] = self._agreed(name, parts)
+        return scheme
+
+    def _agreed(self, name: str, parts: Mapping[str, str]) -> Scheme:
         found, holds = self._found(name, parts)
         declared, by_name = self.declared.scheme(name)
         if found == declared.kind:
@@ -242,6 +251,8 @@ class WeightReader:
         group = k if scheme.group == -1 else scheme.group
         if k % group or k % 8 or n % 8:
             raise CheckpointError(f"{self.published(name)}: {n} x {k} cannot be INT4 in groups of {group}.")
+        if not scheme.sym and parts.keys().isdisjoint(("qzeros", "weight_zero_point")):
+            raise CheckpointError(f"{self.published(name)}: asymmetric INT4 is declared, but there are no zero points.")
         if scheme.packing == "packed":
             scale = self._take(self._scale(name, ("weight_scale",), "INT4"), (n, k // group), ("F16", "BF16"))
             q = self._take(parts["weight_packed"], (n, k // 8), ("I32",))
@@ -252,6 +263,8 @@ class WeightReader:
             zero = None
             if "weight_zero_point" in parts:
                 zero = self._take(parts["weight_zero_point"], (n // 8, k // group), ("I32",))
+            if self.headers_only:
+                return Int4Weight(_meta((n, k // 2), torch.uint8), scale, zero, group)
             w = packed_to_int4(q, scale, zero, group)
         else:
             if "qweight" not in parts:
@@ -266,16 +279,16 @@ class WeightReader:
                     raise CheckpointError(
                         f"{parts['g_idx']}: columns are not in order of their groups (desc_act); not supported."
                     )
+            if self.headers_only:
+                return Int4Weight(_meta((n, k // 2), torch.uint8), scales, qzeros, group)
             if awq:
                 w = awq_to_int4(qweight, scales, qzeros, group)
             else:
                 w = gptq_to_int4(qweight, scales, qzeros, group, scheme.zero_offset)
-        if scheme.sym and w.zero is not None and not self.headers_only:
+        if scheme.sym and w.zero is not None:
             raise CheckpointError(
                 f"{self.published(name)}: config.json declares symmetric INT4, but the zero points are not all 8."
             )
-        if not scheme.sym and parts.keys().isdisjoint(("qzeros", "weight_zero_point")):
-            raise CheckpointError(f"{self.published(name)}: asymmetric INT4 is declared, but there are no zero points.")
         return w
 
     def _fp8(self, name: str, weight: str, scales: Sequence[str], scheme: Scheme, shape: Sequence[int]) -> Fp8Weight:
@@ -294,9 +307,10 @@ class WeightReader:
         scale = self._take(self._scale(name, ("weight_scale",), "NVFP4"), (n, k // NVFP4_BLOCK), ("F8_E4M3",))
         stored = self._scale(name, ("weight_global_scale" if divides else "weight_scale_2",), "NVFP4")
         shape = self.shards.tensors[stored].shape
-        g = self._take(stored, shape if shape == () else (1,), ("F32",)).view(())
+        g = self._take(stored, shape if shape == () else (1,), ("F32",))
+        g = g if self.headers_only else g.view(())
         q = self._take(parts["weight_packed" if divides else "weight"], (n, k // 2), ("U8",))
-        return Nvfp4Weight(q, scale, g.reciprocal() if divides else g)
+        return Nvfp4Weight(q, scale, g.reciprocal() if divides and not self.headers_only else g)
 
     def _scale(self, name: str, suffixes: Sequence[str], what: str) -> str:
         for suffix in suffixes:
@@ -331,8 +345,13 @@ class WeightReader:
             raise CheckpointError(f"{stored}: found {info}, expected {'/'.join(dtypes)} {list(shape)} by config.json.")
         self.used.add(stored)
         if self.headers_only:
-            return torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+            return _meta(info.shape, DTYPES[info.dtype])
         return self.shards.read(stored)
+
+
+@lru_cache(maxsize=256)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _Experts:
@@ -351,6 +370,8 @@ class _Experts:
             self.into = {name: t.new_empty((self.e, *t.shape)) for name, t in values.items() if name != "global_scale"}
         if not same_format(self.first, w):
             raise CheckpointError(f"{self.what}: expert {i} differs from expert 0 in format or group.")
+        if next(iter(values.values())).is_meta:
+            return  # by headers only
         for name, into in self.into.items():
             into[i] = values[name]
         if isinstance(w, Nvfp4Weight):

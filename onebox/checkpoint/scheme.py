@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class Scheme:
 
 
 PLAIN = Scheme("16-bit")
-Rule = Callable[[str], bool]
+Rule = Callable[[tuple[str, ...]], Scheme | None]  # by the names a config may use for a module
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,16 @@ class Declaration:
     """Schemes by rule, first match wins; `default` for any other matrix. `method` is for messages."""
 
     method: str
-    rules: tuple[tuple[Rule, Scheme], ...]
+    rules: tuple[Rule, ...]
     default: Scheme
     explicit_head: bool = False  # the default speaks for the LM head too
 
     def scheme(self, module: str) -> tuple[Scheme, bool]:
         """The scheme of a canonical module name, and whether a rule names it (rather than the default)."""
         aliases = aliases_of(module)
-        for rule, scheme in self.rules:
-            if any(rule(alias) for alias in aliases):
+        for rule in self.rules:
+            scheme = rule(aliases)
+            if scheme is not None:
                 return scheme, True
         return self.default, False
 
@@ -110,11 +111,27 @@ def _int4(bits: object, group: object, sym: object, where: str = "") -> Scheme:
     return Scheme("int4", int(group), sym)
 
 
-def _exact_or_regex(pattern: str) -> Rule:
-    if re.search(r"[*+?^$()\[\]{}|\\]", pattern):
-        compiled = _compile(pattern)
-        return lambda name: compiled.search(name) is not None
-    return lambda name: name == pattern
+def _exact(schemes: Mapping[str, Scheme]) -> Rule:
+    return lambda names: next((schemes[name] for name in names if name in schemes), None)
+
+
+def _below(modules: Iterable[str], scheme: Scheme) -> Rule:
+    """Each module, and any module below it; a bare last name matches at any depth."""
+    wanted = frozenset(modules)
+
+    def rule(names: tuple[str, ...]) -> Scheme | None:
+        for name in names:
+            parts = name.split(".")
+            for start in range(len(parts)):
+                if any(".".join(parts[start:end]) in wanted for end in range(start + 1, len(parts) + 1)):
+                    return scheme
+        return None
+
+    return rule
+
+
+def _matching(match: Callable[[str], object], scheme: Scheme) -> Rule:
+    return lambda names: scheme if any(match(name) for name in names) else None
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -173,9 +190,9 @@ def _auto_round(quant: Mapping[str, Any]) -> Declaration:
     extra = quant.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         raise _refuse("extra_config", extra, "an object")
-    # exact names before patterns
-    items = sorted(extra.items(), key=lambda item: re.search(r"[*+?^$()\[\]{}|\\]", item[0]) is not None)
-    rules = [(_exact_or_regex(name), entry(values, f"extra_config[{name!r}].")) for name, values in items]
+    schemes = {name: entry(values, f"extra_config[{name!r}].") for name, values in extra.items()}
+    patterns = [name for name in schemes if re.search(r"[*+?^$()\[\]{}|\\]", name)]
+    rules = [_exact(schemes), *(_matching(_compile(name).search, schemes[name]) for name in patterns)]
     return Declaration("auto-round", tuple(rules), entry(quant), bool(quant.get("lm_head", False)))
 
 
@@ -187,7 +204,7 @@ def _gptq(quant: Mapping[str, Any]) -> Declaration:
         raise _refuse("checkpoint_format", version, "gptq or gptq_v2")
     base = _int4(quant.get("bits"), quant.get("group_size"), quant.get("sym", True))
     base = replace(base, zero_offset=0 if version == "gptq_v2" else 1)
-    rules: list[tuple[Rule, Scheme]] = []
+    rules: list[Rule] = []
     for pattern, values in (quant.get("dynamic") or {}).items():
         if not values and not pattern.startswith("-:"):
             continue  # "quantised like the rest": says nothing of its own
@@ -201,19 +218,9 @@ def _gptq(quant: Mapping[str, Any]) -> Declaration:
                 f"dynamic[{pattern!r}].",
             )
             scheme = replace(over, zero_offset=base.zero_offset)
-        rules.append((_matcher(compiled), scheme))
-    for name in _names(quant, "modules_to_not_convert"):
-        rules.append((_contains(name), PLAIN))
+        rules.append(_matching(compiled.match, scheme))
+    rules.append(_below(_names(quant, "modules_to_not_convert"), PLAIN))
     return Declaration("gptq", tuple(rules), base, bool(quant.get("lm_head", False)))
-
-
-def _matcher(compiled: re.Pattern[str]) -> Rule:
-    return lambda name: compiled.match(name) is not None
-
-
-def _contains(part: str) -> Rule:
-    """A module, or any module below it; a bare last name matches at any depth."""
-    return lambda name: f".{part}." in f".{name}."
 
 
 def _awq(quant: Mapping[str, Any]) -> Declaration:
@@ -221,19 +228,15 @@ def _awq(quant: Mapping[str, Any]) -> Declaration:
         raise _refuse("version", quant.get("version"), "gemm")
     bits, group = quant.get("bits", quant.get("w_bit")), quant.get("group_size", quant.get("q_group_size"))
     base = replace(_int4(bits, group, not quant.get("zero_point", True)), packing="awq", zero_offset=0)
-    rules = tuple((_contains(name), PLAIN) for name in _names(quant, "modules_to_not_convert"))
-    return Declaration("awq", rules, base)
+    return Declaration("awq", (_below(_names(quant, "modules_to_not_convert"), PLAIN),), base)
 
 
 def _fp8(quant: Mapping[str, Any]) -> Declaration:
     block = quant.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
         raise _refuse("weight_block_size", block, "two block sizes, such as [128, 128]")
-    rules = tuple(
-        (_contains(name), PLAIN)
-        for name in _names(quant, "modules_to_not_convert", "ignored_layers", "exclude_modules")
-    )
-    return Declaration("fp8", rules, Scheme("fp8", block=(block[0], block[1])))
+    exempt = _below(_names(quant, "modules_to_not_convert", "ignored_layers", "exclude_modules"), PLAIN)
+    return Declaration("fp8", (exempt,), Scheme("fp8", block=(block[0], block[1])))
 
 
 def _ct_weights(weights: Mapping[str, Any], where: str) -> Scheme:
@@ -266,23 +269,24 @@ def _compressed_tensors(quant: Mapping[str, Any]) -> Declaration:
     groups = quant.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _refuse("config_groups", groups, "an object with at least one group")
-    rules: list[tuple[Rule, Scheme]] = [(_ct_rule(name), PLAIN) for name in _names(quant, "ignore")]
+    rules = _ct_rules(_names(quant, "ignore"), PLAIN)
     default = PLAIN
     for key, group in groups.items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise _refuse(f"config_groups.{key}.weights", weights, "an object")
         scheme = _ct_weights(weights, f"config_groups.{key}.weights")
-        for target in _names(group, "targets"):
-            if target == "Linear":
-                default = scheme
-            else:
-                rules.append((_ct_rule(target), scheme))
+        targets = _names(group, "targets")
+        if "Linear" in targets:
+            default = scheme
+        rules += _ct_rules([target for target in targets if target != "Linear"], scheme)
     return Declaration("compressed-tensors", tuple(rules), default)
 
 
-def _ct_rule(name: str) -> Rule:
-    return _matcher(_compile(name[3:])) if name.startswith("re:") else _contains(name)
+def _ct_rules(names: list[str], scheme: Scheme) -> list[Rule]:
+    patterns = [_compile(name[3:]) for name in names if name.startswith("re:")]
+    below = _below((name for name in names if not name.startswith("re:")), scheme)
+    return [below, *(_matching(pattern.match, scheme) for pattern in patterns)]
 
 
 def _modelopt(quant: Mapping[str, Any]) -> Declaration:
@@ -292,11 +296,7 @@ def _modelopt(quant: Mapping[str, Any]) -> Declaration:
     group = quant.get("group_size", 16)
     if group != 16:
         raise _refuse("group_size", group, "16")
-    rules = tuple((_glob(name), PLAIN) for name in _names(quant, "ignore", "exclude_modules"))
-    return Declaration("modelopt", rules, Scheme("nvfp4"))
-
-
-def _glob(pattern: str) -> Rule:
-    if any(c in pattern for c in "*?["):
-        return lambda name: fnmatch.fnmatchcase(name, pattern)
-    return _contains(pattern)
+    names = _names(quant, "ignore", "exclude_modules")
+    globs = [re.compile(fnmatch.translate(name)) for name in names if any(c in name for c in "*?[")]
+    rules = [_below(names, PLAIN), *(_matching(glob.match, PLAIN) for glob in globs)]
+    return Declaration("modelopt", tuple(rules), Scheme("nvfp4"))
