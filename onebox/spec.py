@@ -100,8 +100,15 @@ class Spec:
         hidden, n_heads = number("hidden_size"), number("num_attention_heads")
         head_dim = number("head_dim", hidden // n_heads if n_heads else 0)
         rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-        theta = rope.get("rope_theta", text.get("rope_theta", 10_000.0))
-        partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+
+        def real(name: str, default: float) -> float:
+            value = rope.get(name, text.get(name, default))
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+                raise CheckpointError(f"config.json: '{name}' must be a number above 0, got {value!r}.")
+            return float(value)
+
+        theta = real("rope_theta", 10_000.0)
+        partial = real("partial_rotary_factor", 0.25)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in ("default", "yarn"):
             raise CheckpointError(f"config.json: rope_type {rope_type!r} is not supported. Supported: default, yarn.")
@@ -130,7 +137,7 @@ class Spec:
             n_heads=n_heads,
             n_kv_heads=number("num_key_value_heads"),
             head_dim=head_dim,
-            rope_theta=float(theta),
+            rope_theta=theta,
             rope_dims=int(head_dim * partial),
             rope_parameters=tuple(sorted((k, v) for k, v in rope.items() if isinstance(v, (int, float, str, bool)))),
             gdn_k_heads=number("linear_num_key_heads"),
