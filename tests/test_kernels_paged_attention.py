@@ -1,4 +1,4 @@
-"""Decode attention over pages against its mathematics: lengths around page edges, windows, batches, a first valid entry."""
+"""Decode attention over pages against its mathematics: lengths around page edges, windows, batches, first entries."""
 
 from __future__ import annotations
 

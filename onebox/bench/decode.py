@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, help="another launch table than the package's")
     parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with the references")
+    parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, default=Path("results/decode.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -97,7 +98,7 @@ def main() -> None:
     )
     for batch in args.batch:
         for context in args.context:
-            record = measure(model, args.shape, args.build, batch, context, copy) | environment(device)
+            record = measure(model, args.shape, args.build, batch, context, copy) | environment(device, args.commit)
             print(
                 {k: record[k] for k in ("batch", "context", "ms_per_step", "tok_s", "roof_share", "distinct_experts")}
             )
@@ -107,7 +108,7 @@ def main() -> None:
         table = kernel_table(model, args.batch[0], args.context[0], copy)
         print_table(table)
         for line in table:
-            append(args.out, line | {"shape": args.shape, "build": args.build} | environment(device))
+            append(args.out, line | {"shape": args.shape, "build": args.build} | environment(device, args.commit))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,106 +66,86 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
     def add(name: str, config: str, calls: list[Callable[[], object]], n_bytes: float) -> None:
         out.append(Piece(name, config, tuple(calls), n_bytes))
 
+    layers = list(zip(model.layers, routings, strict=True))
     if gdn:
         mixed = linear.project(h, gdn[0].project, None, eps)
         squares = torch.rand(spec.gdn_v_heads, 4, batch, device=h.x.device) + 0.1
         y = torch.randn(batch, spec.gdn_value_width, device=h.x.device).bfloat16()
+        where = rows.query_start, rows.state_slot, rows.commit, rows.context_len
+        windows = [(x.window, s) for x, s in zip(gdn, model.states, strict=False) if x.window is not None]
         state_bytes = batch * spec.gdn_v_heads * spec.gdn_k_dim * spec.gdn_v_dim * 8
         add(
             "gdn project",
             "linear",
-            [lambda x=x: linear.project(h, x.project, None, eps) for x in gdn],
+            [partial(linear.project, h, x.project, None, eps) for x in gdn],
             weight_bytes(gdn[0].project),
-        )  # type: ignore[misc]
+        )
         add(
             "gdn window",
             "gated_delta",
-            [
-                lambda x=x, s=s: gated_delta.window(
-                    mixed, x.window, s, rows.query_start, rows.state_slot, rows.commit, rows.context_len
-                )  # type: ignore[misc]
-                for x, s in zip(gdn, model.states, strict=False)
-            ],
+            [partial(gated_delta.window, mixed, w, s, *where) for w, s in windows],
             state_bytes,
         )
         add(
             "gdn out",
             "linear_add",
             [
-                lambda x=x: linear.project_add(y, x.out, h, x.mlp_norm, work, squares, eps, linear.wants_pairs(x.out))
+                partial(linear.project_add, y, x.out, h, x.mlp_norm, work, squares, eps, linear.wants_pairs(x.out))
                 for x in gdn
             ],
             weight_bytes(gdn[0].out),
-        )  # type: ignore[misc]
+        )
     if attention:
         qkv = linear.project(h, attention[0].project, None, eps)
         a = torch.randn(batch, spec.n_heads * spec.head_dim, device=h.x.device).bfloat16()
+        where = rows.page_table, rows.kv_slot, rows.positions, rows.query_start
+        norms = [(x.head_norms, p) for x, p in zip(attention, model.pages, strict=False) if x.head_norms is not None]
         kv_bytes = batch * context * 4 * spec.n_kv_heads * spec.head_dim
         add(
             "attention project",
             "linear",
-            [lambda x=x: linear.project(h, x.project, None, eps) for x in attention],
+            [partial(linear.project, h, x.project, None, eps) for x in attention],
             weight_bytes(attention[0].project),
-        )  # type: ignore[misc]
+        )
+        attend = paged_attention.gated_attention
         add(
             "attention",
             "attention",
-            [
-                lambda x=x, p=p: paged_attention.gated_attention(
-                    qkv,
-                    *x.head_norms,
-                    rope,
-                    p,
-                    rows.page_table,
-                    rows.kv_slot,
-                    rows.positions,
-                    rows.query_start,
-                    1,
-                    spec.n_heads,
-                    eps,
-                    work,
-                )  # type: ignore[misc]
-                for x, p in zip(attention, model.pages, strict=False)
-            ],
+            [partial(attend, qkv, *n, rope, p, *where, 1, spec.n_heads, eps, work) for n, p in norms],
             kv_bytes,
         )
         add(
             "attention out",
             "linear_add",
             [
-                lambda x=x: linear.project_add(a, x.out, h, x.mlp_norm, work, paired=linear.wants_pairs(x.out))
+                partial(linear.project_add, a, x.out, h, x.mlp_norm, work, paired=linear.wants_pairs(x.out))
                 for x in attention
             ],
             weight_bytes(attention[0].out),
-        )  # type: ignore[misc]
+        )
+    top_k = spec.top_k
     add(
         "route",
         "route",
         [
-            lambda x=x: moe.route(h, x.router, x.shared_gate, x.shared_gate_up, spec.top_k, eps, work, pairs[1])
+            partial(moe.route, h, x.router, x.shared_gate, x.shared_gate_up, top_k, eps, work, pairs[1])
             for x in model.layers
         ],
         weight_bytes(first.router) + weight_bytes(first.shared_gate_up),
-    )  # type: ignore[misc]
+    )
     add(
         "gate_up",
         "gate_up",
-        [
-            lambda x=x, r=r: moe.gate_up(h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs)  # type: ignore[misc]
-            for x, r in zip(model.layers, routings, strict=True)
-        ],
+        [partial(moe.gate_up, h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs) for x, r in layers],
         weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_down),
     )
     add(
         "down",
         "down",
-        [
-            lambda x=x, r=r: moe.down(z, added, r, x.down, h, x.mlp_norm, work, pairs[0])  # type: ignore[misc]
-            for x, r in zip(model.layers, routings, strict=True)
-        ],
+        [partial(moe.down, z, added, r, x.down, h, x.mlp_norm, work, pairs[0]) for x, r in layers],
         weight_bytes(first.down) * one * (slots - 1),
     )
-    add("head", "head", [lambda: head.head(hidden, model.head, work, with_logits=False)] * 2, weight_bytes(model.head))
+    add("head", "head", [partial(head.head, hidden, model.head, work, with_logits=False)] * 2, weight_bytes(model.head))
     add(
         "ends",
         "head",
@@ -193,7 +174,8 @@ def kernel_table(model: RandomModel, batch: int, context: int, copy_bytes_s: flo
         lines.append({
             "bench": "kernel", "kernel": piece.name, "weights": "random", "batch": batch, "context": context,
             "us": rounded(us), "floor_us": rounded(floor), "share": rounded(floor / us, 3), "calls": calls,
-            "us_a_step": rounded(us * calls), "config": asdict(configs.config(piece.config, model.embedding.device, model.spec.hidden)),
+            "us_a_step": rounded(us * calls), "config": asdict(configs.config(piece.config, model.embedding.device,
+            model.spec.hidden)),
         })  # fmt: skip
     return lines
 
@@ -201,9 +183,8 @@ def kernel_table(model: RandomModel, batch: int, context: int, copy_bytes_s: flo
 def print_table(lines: list[dict[str, Any]]) -> None:
     print(f"{'kernel':18s} {'us':>8s} {'floor':>7s} {'share':>6s} {'calls':>5s} {'us a step':>9s}")
     for x in lines:
-        print(
-            f"{x['kernel']:18s} {x['us']:8.2f} {x['floor_us']:7.2f} {x['share']:6.2f} {x['calls']:5d} {x['us_a_step']:9.1f}"
-        )
+        figures = f"{x['us']:8.2f} {x['floor_us']:7.2f} {x['share']:6.2f} {x['calls']:5d} {x['us_a_step']:9.1f}"
+        print(f"{x['kernel']:18s} {figures}")
     print(f"{'sum':18s} {'':30s} {sum(x['us_a_step'] for x in lines):9.1f}", flush=True)
 
 
@@ -297,6 +278,7 @@ def main() -> None:
     parser.add_argument("--compile-share", type=int, nargs=2, metavar=("I", "N"), help="only compile candidates I of N")
     parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--write", type=Path, help="where to write the table with the best choices")
+    parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, default=Path("results/kernels.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -315,13 +297,13 @@ def main() -> None:
     head_line = {"shape": args.shape, "build": args.build, "copy_tb_s": rounded(copy / 1e12)}
     if args.tune is not None:
         for line in tune(model, kernels, args.batch, args.context, copy):
-            append(args.out, line | head_line | environment(device))
+            append(args.out, line | head_line | environment(device, args.commit))
         if args.write:
             configs.save(configs.TABLE, args.write)
     table = kernel_table(model, args.batch, args.context, copy)
     print_table(table)
     for line in table:
-        append(args.out, line | head_line | environment(device))
+        append(args.out, line | head_line | environment(device, args.commit))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A model of real shapes with random weights, made on the device, and its decode step.
 
-Statistics are healthy: weights of zero mean (nibbles too: a mean of -0.5 would send every token to the same experts) and
+Statistics are healthy: weights of zero mean (nibbles too: a mean of -0.5 would send every token to the same experts)
+and
 variance 1 / K, so activations neither vanish nor explode and experts are spread.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from onebox.kernels.moe_ref import route_slots_ref, slots_ref
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
 from onebox.ledger import Build
-from onebox.model.spec import Spec
+from onebox.spec import Spec
 
 GROUP = 128
 
@@ -274,7 +276,9 @@ def pick(w: AnyWeight, experts: Tensor) -> AnyWeight:
     """Some experts of a stacked weight."""
     if isinstance(w, Tensor):
         return w[experts]
-    return replace(w, **{f.name: x[experts] for f in fields(w) if isinstance(x := getattr(w, f.name), Tensor)})
+    parts = {f.name: getattr(w, f.name) for f in fields(w)}
+    chosen: dict[str, Any] = {name: x[experts] if isinstance(x, Tensor) else x for name, x in parts.items()}
+    return type(w)(**chosen)
 
 
 def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Results as JSON lines. Takes what a benchmark measured, adds commit, command, device and versions, appends to a file."""
+"""Results as JSON lines: what a benchmark measured, with commit, command, device and versions, appended to a file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 4.0) -> float:
 
 
 def commit() -> str:
-    """The checkout's commit, with + when tracked files differ; 'unknown' outside a checkout."""
+    """The checkout's commit, with + when tracked files differ; 'unknown' outside one (`--commit` says it then)."""
     root = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
@@ -78,8 +78,8 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if dirty.returncode == 1 else "") if head.returncode == 0 else "unknown"
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Commit, command line, device and versions."""
+def environment(device: torch.device, known_commit: str | None = None) -> dict[str, Any]:
+    """Commit, command line (without where results go), device and versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     try:
         import triton
@@ -89,11 +89,23 @@ def environment(device: torch.device) -> dict[str, Any]:
         versions["triton"] = triton.__version__
     cuda = device.type == "cuda"
     return {
-        "commit": commit(),
-        "command": "python -m " + shlex.join([_module(), *sys.argv[1:]]),
+        "commit": known_commit or commit(),
+        "command": command_line(),
         "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
         "versions": versions,
     }
+
+
+def command_line() -> str:
+    """What to type to repeat the run; options that only say where files lie are left out."""
+    words, left_out = iter(sys.argv[1:]), ("--out", "--write", "--commit")
+    kept: list[str] = []
+    for word in words:
+        if word in left_out:
+            next(words, None)
+        else:
+            kept.append(word)
+    return "python -m " + shlex.join([_module(), *kept])
 
 
 def _module() -> str:

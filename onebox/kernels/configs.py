@@ -18,7 +18,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: ke
 
 @dataclass(frozen=True)
 class Config:
-    """Rows of a weight tile, warps a program, loads in flight, scale groups an iteration, programs a multiprocessor that splits aim at."""
+    """Rows of a weight tile, warps, loads in flight, scale groups an iteration, programs a multiprocessor."""
 
     block_n: int = 64
     warps: int = 4

@@ -1,4 +1,4 @@
-"""Gated delta rule over a decode window with lazy commit: one read and one write of the state, whatever the draft length.
+"""Gated delta rule over a decode window with lazy commit: the state is read and written once at any draft length.
 
 The convolution's programs own their channels and move the inputs on; the delta rule's programs apply the committed rows
 of the last window to the state, write it, run the new rows in registers and leave them pending.
@@ -49,7 +49,8 @@ def _gates(
 def _convolve_kernel(
     mixed_ptr, mixed_stride, out_ptr, query_start_ptr, slot_ptr, commit_ptr, context_ptr, conv_ptr, weight_ptr,
     k_ptr, old_k_ptr, g_ptr, beta_ptr, gates_ptr, old_gates_ptr, dt_bias_ptr, a_log_ptr,
-    HV: tl.constexpr, HEADS: tl.constexpr, HK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    HV: tl.constexpr, HEADS: tl.constexpr, HK: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     b, block = tl.program_id(0), tl.program_id(1)

@@ -22,7 +22,7 @@ def l2_normalize_ref(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def causal_conv_ref(x: Tensor, history: Tensor, weight: Tensor) -> Tensor:
-    """Depthwise causal convolution and SiLU. x [.., T, C], history [.., width-1, C], weight [C, width] -> [.., T, C]."""
+    """Depthwise causal convolution, SiLU. x [.., T, C], history [.., width-1, C], weight [C, width] -> [.., T, C]."""
     width, rows = weight.shape[1], x.shape[-2]
     inputs = torch.cat((history.to(x.dtype), x), dim=-2)
     out = sum(inputs[..., i : i + rows, :].float() * weight[:, i].float() for i in range(width))
@@ -51,7 +51,7 @@ def delta_rule_step_ref(
 def delta_rule_recurrent_ref(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """T rows of one sequence, one after another. q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv], state [Hv, Dk, Dv]."""
+    """T rows of one sequence, in turn. q, k [T, Hk, Dk], v [T, Hv, Dv], g, beta [T, Hv], state [Hv, Dk, Dv]."""
     out = []
     state = state[None]
     for t in range(q.shape[0]):
@@ -183,7 +183,8 @@ def window_ref(
         qkv, z, b_in, a_in = mixed[start:end].split((channels, hv * dv, hv, hv), dim=-1)
         history = state.conv[slot, n : n + 3].clone()
         s = apply_rows_ref(
-            state.s[slot, None], (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None]),
+            state.s[slot, None], (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot,
+            None]),
             commit[b, None],
         )[0]  # fmt: skip
         if int(context_len[b]) == 0:

@@ -17,7 +17,8 @@ from onebox.kernels.tile import last_of, launch_next, prefetch_rows, times_rows,
 def _head_kernel(
     x_ptr, q_ptr, s_ptr, g_ptr, logits_ptr, best_ptr, partial_ptr, counter_ptr, n_rows, V,
     H: tl.constexpr, T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, LOGITS: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, LOGITS: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     tile = tl.program_id(0)
@@ -62,7 +63,8 @@ def head(hidden: Tensor, w: AnyWeight, workspace: Workspace, with_logits: bool =
     _head_kernel[(tiles,)](
         hidden, a.q, a.scale, a.extra, hidden if logits is None else logits, best, workspace.partial,
         workspace.counters, rows, a.n, H=width, T=row_tile(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
-        ASM=inline_asm(hidden), STAGES=c.stages, UNROLL=c.unroll, LOGITS=with_logits, TILES=triton.next_power_of_2(tiles),
+        ASM=inline_asm(hidden), STAGES=c.stages, UNROLL=c.unroll, LOGITS=with_logits,
+        TILES=triton.next_power_of_2(tiles),
         PREFETCH=c.prefetch, **launch(device, c.warps),
     )  # fmt: skip
     return best, logits

@@ -89,7 +89,7 @@ class Workspace:
 def row_tile(rows: int, w: AnyWeight | None = None) -> int:
     """Rows a kernel computes for: the tensor cores' least, or the next power of two. Digits are two columns a row."""
     assert 1 <= rows <= MAX_ROWS, f"{rows} rows in a decode kernel"
-    return max(4 if w is not None and reads_digits(w) else 8, triton.next_power_of_2(rows))
+    return max(4 if w is not None and reads_digits(w) else 8, int(triton.next_power_of_2(rows)))
 
 
 def inline_asm(x: Tensor) -> bool:
@@ -178,8 +178,10 @@ def normalize(h: Residual, eps: float) -> Tensor:
 
 @triton.jit
 def _project_tile(
-    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, digits_ptr, steps_ptr, out_ptr, out_stride, squares_ptr, n_parts, n_rows,
-    eps, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    q_ptr, s_ptr, g_ptr, N, tile, column, x_ptr, digits_ptr, steps_ptr, out_ptr, out_stride, squares_ptr, n_parts,
+    n_rows,
+    eps, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
     FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +209,8 @@ def _project_tile(
 @triton.jit
 def _project_kernel(
     x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, out_ptr, q_ptr, s_ptr, g_ptr, N, q2_ptr, s2_ptr,
-    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, DIGITS2: tl.constexpr, T: tl.constexpr, T2: tl.constexpr, ROWS: tl.constexpr,
+    g2_ptr, N2, H: tl.constexpr, PARTS: tl.constexpr, DIGITS: tl.constexpr, DIGITS2: tl.constexpr, T: tl.constexpr,
+    T2: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr, BK2: tl.constexpr, FORMAT2: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +218,8 @@ def _project_kernel(
     tile, tiles = tl.program_id(0), tl.cdiv(N, BN)
     if tile < tiles:
         _project_tile(
-            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr, n_parts, n_rows,
+            q_ptr, s_ptr, g_ptr, N, tile, 0, x_ptr, digits_ptr, steps_ptr, out_ptr, N + N2, squares_ptr, n_parts,
+            n_rows,
             eps, H, PARTS, DIGITS, T, ROWS, BN, BK, FORMAT, ASM, STAGES, UNROLL, PREFETCH, PDL,
         )  # fmt: skip
     else:
@@ -235,8 +239,10 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
     grid = (triton.cdiv(a.n, c.block_n) + triton.cdiv(n2, c.block_n),)
     _project_kernel[grid](
         h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, out, a.q, a.scale, a.extra, a.n,
-        b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), DIGITS=reads_digits(w), DIGITS2=tail is not None and reads_digits(tail), T=row_tile(rows, w),
-        T2=row_tile(rows, w if tail is None else tail), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        b.q, b.scale, b.extra, n2, H=width, PARTS=triton.next_power_of_2(h.squares.shape[0]), DIGITS=reads_digits(w),
+        DIGITS2=tail is not None and reads_digits(tail), T=row_tile(rows, w),
+        T2=row_tile(rows, w if tail is None else tail), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step,
+        FORMAT=a.format,
         BK2=b.step, FORMAT2=b.format, ASM=inline_asm(h.x), STAGES=c.stages, UNROLL=c.unroll, PREFETCH=c.prefetch,
         **launch(h.x.device, c.warps),
     )  # fmt: skip
@@ -247,7 +253,8 @@ def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Te
 def _project_add_kernel(
     y_ptr, y_squares_ptr, eps, q_ptr, s_ptr, g_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
     steps_ptr, partial_ptr, counter_ptr, n_rows, N,
-    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, FORMAT: tl.constexpr,
+    K: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    FORMAT: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, PARTS: tl.constexpr,
     DIGITS: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -279,7 +286,8 @@ def _project_add_kernel(
             for s in tl.static_range(SPLITS):
                 acc += tl.load(where + s * n_rows * N, mask=mask, other=0.0, cache_modifier=".cg")
             add_to_residual(
-                acc, x, norm, tile, n, n_mask, xt, x_mask, n_rows, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
+                acc, x, norm, tile, n, n_mask, xt, x_mask, n_rows, x_ptr, scaled_ptr, digits_ptr, squares_ptr,
+                steps_ptr,
                 N, DIGITS,
             )  # fmt: skip
     else:
@@ -302,7 +310,8 @@ def project_add(
     """h + y w^T ahead of a norm with weight `norm` [H]. y [T, K], w [H, K]. K is summed in parts of fixed order.
 
     With `squares` [blocks, parts, T], every block of K / blocks columns of a row of y still lacks its factor 1 / rms,
-    where the parts sum to the block's sum of squares: a norm a head, finished here. `paired`: every 128 columns of y lie
+    where the parts sum to the block's sum of squares: a norm a head, finished here. `paired`: every 128 columns of y
+    lie
     as the even ones, then the odd ones (what `wants_pairs(w)` asks for).
     """
     rows = y.shape[0]
@@ -315,7 +324,8 @@ def project_add(
     _project_add_kernel[(tiles * splits,)](
         y, y if squares is None else squares, eps, a.q, a.scale, a.extra, h.x, norm, out.x, out.scaled, out.digits,
         out.squares, out.steps, workspace.partial, workspace.counters, rows, a.n,
-        K=a.k, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, SPLITS=splits, FORMAT=a.format, ASM=inline_asm(y),
+        K=a.k, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, SPLITS=splits,
+        FORMAT=a.format, ASM=inline_asm(y),
         STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, PARTS=0 if squares is None else squares.shape[1],
         DIGITS=a.n % 128 == 0, PREFETCH=c.prefetch, **launch(y.device, c.warps),
     )  # fmt: skip

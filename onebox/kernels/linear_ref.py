@@ -1,4 +1,4 @@
-"""Decode projections, as plain mathematics: the residual stream between kernels, projections of it, and sums into it."""
+"""Decode projections, as plain mathematics: the residual stream between kernels, projections of it, sums into it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ AnyWeight = Tensor | Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight
 class Residual:
     """Rows of the residual stream on their way from one kernel to the next, with the next norm half done.
 
-    `scaled` = x * (1 + norm weight); `squares` sums to the sum of x^2 over a row. A reader divides by the rms at its end.
-    `digits` and `steps` are `scaled` as whole numbers, which INT4's kernels read: step * (256 high + low), a step for 128
+    `scaled` = x * (1 + norm weight); `squares` sums to the sum of x^2 over a row. A reader divides by the rms at its
+    end.
+    `digits` and `steps` are `scaled` as whole numbers, which INT4's kernels read: step * (256 high + low), a step for
+    128
     columns of a row, those columns as the even ones, then the odd ones. They mean nothing where 128 does not divide H.
     """
 
@@ -64,7 +66,8 @@ def digits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def pair_columns(x: Tensor) -> Tensor:
     """Every 128 columns of the last dimension as the even ones, then the odd ones."""
-    return x.unflatten(-1, (-1, 64, 2)).transpose(-1, -2).flatten(-3)
+    paired: Tensor = x.unflatten(-1, (-1, 64, 2)).transpose(-1, -2).flatten(-3)
+    return paired
 
 
 def normalized_ref(h: Residual, eps: float) -> Tensor:

@@ -169,7 +169,8 @@ def _route_kernel(
     else:
         _shared_hidden(
             pid - programs, x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, shared_q_ptr, shared_s_ptr,
-            shared_g_ptr, hidden_ptr, partial_ptr + SPLITS * T * wide, counter_ptr + 1, H, I, PARTS, SHARED_T, SHARED_BN,
+            shared_g_ptr, hidden_ptr, partial_ptr + SPLITS * T * wide, counter_ptr + 1, H, I, PARTS, SHARED_T,
+            SHARED_BN,
             SHARED_BK, SHARED_FORMAT, SHARED_SPLITS, SHARED_DIGITS, STAGES, SHARED_UNROLL, ASM, PAIRED, PDL,
         )  # fmt: skip
 
@@ -294,9 +295,10 @@ def gate_up(
     eps: float,
     pairs: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Tensor]:
-    """SiLU(gate) * up of norm(h) for the routed slots, times the slot's weight: [slots, T, I]; rows not routed there are 0.
+    """SiLU(gate) * up of norm(h) for routed slots, times the slot's weight: [slots, T, I]; rows not routed there are 0.
 
-    Beside it the shared expert's part of the layer's sum, [T, H] fp32: hidden [T, I] times shared [H, I] times its gate.
+    Beside it the shared expert's part of the layer's sum, [T, H] fp32: hidden [T, I] times shared [H, I] times its
+    gate.
     w [E, 2I, H] (gate rows before up rows). Slot 0 and slots past `routing.count` are not written. `pairs`: whether the
     routed slots' columns are to lie, and the hidden row's do lie, as `wants_pairs` says.
     """
@@ -321,7 +323,8 @@ def gate_up(
 def _down_kernel(
     y_ptr, added_ptr, count_ptr, expert_ptr, x_in_ptr, norm_ptr, x_ptr, scaled_ptr, digits_ptr, squares_ptr, steps_ptr,
     partial_ptr, counter_ptr, n_rows, q_ptr, s_ptr, g_ptr, q_stride, s_stride, g_stride,
-    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FORMAT: tl.constexpr,
     ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, PAIRED: tl.constexpr, DIGITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -385,7 +388,8 @@ def down(
     _down_kernel[(tiles * (cap - 1),)](
         y, added, routing.count, routing.expert, h.x, norm, out.x, out.scaled, out.digits, out.squares, out.steps,
         workspace.partial, workspace.counters, rows, a.q, a.scale, a.extra, a.q.stride(0), a.scale.stride(0),
-        a.extra.stride(0), H=a.n, I=inner, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n, BK=a.step, FORMAT=a.format,
+        a.extra.stride(0), H=a.n, I=inner, T=row_tile(rows), ROWS=triton.next_power_of_2(rows), BN=c.block_n,
+        BK=a.step, FORMAT=a.format,
         ASM=inline_asm(y), STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, DIGITS=a.n % 128 == 0,
         **launch(y.device, c.warps),
     )  # fmt: skip

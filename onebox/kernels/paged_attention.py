@@ -173,8 +173,10 @@ def gated_attention(
     """Everything between an attention layer's projections: [T, H D], already gated.
 
     qkv [T, 2 H D + 2 Hkv D] holds each head's query and gate, then keys, then values; rope = cos, sin [T, 1, half];
-    pages [P, 2, PAGE_SIZE, Hkv, D] get the rows' keys and values first. Entries below `kv_start` are never read. Rows of
-    a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out as `wants_pairs` says.
+    pages [P, 2, PAGE_SIZE, Hkv, D] get the rows' keys and values first. Entries below `kv_start` are never read. Rows
+    of
+    a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out as `wants_pairs`
+    says.
     """
     rows, (n_kv, d) = qkv.shape[0], pages.shape[3:]
     cos, sin = rope

@@ -1,7 +1,8 @@
 """What the decode kernels are made of: weight tiles by format, rows times tile, ordered split sums, launch overlap.
 
 A weight reaches a kernel as (q, scale) and a FORMAT; activations are bf16 on a GPU and fp16 in the interpreter. A
-dequantised weight and an activation have at most 8 significant bits each, so products are exact in the fp32 sums; scales
+dequantised weight and an activation have at most 8 significant bits each, so products are exact in the fp32 sums;
+scales
 multiply those sums (NVFP4's block scales multiply the weight, which bf16 holds exactly).
 """
 
@@ -34,7 +35,7 @@ def launch_next_late(PDL: tl.constexpr):
 
 @triton.jit
 def wait_previous(PDL: tl.constexpr):
-    """Afterwards everything the kernels before this one wrote is visible. Every kernel calls it, so that waits chain."""
+    """Afterwards all that the kernels before this one wrote is visible. Every kernel calls it, so waits chain."""
     if PDL > 0:
         gdc_wait()
 
@@ -234,7 +235,8 @@ def times_rows(
 
     BK is the columns a scale covers (INT4, FP8: 128). Activation rows where `x_mask` is false count as zero.
     PAIRED: every 128 columns of x lie as the even ones, then the odd ones, as INT4's nibbles do.
-    PARTS > 0: every BK columns of an x row still lack a factor 1 / rms, from PARTS sums of squares [block, PARTS, n_rows].
+    PARTS > 0: every BK columns of an x row still lack a factor 1 / rms, from PARTS sums of squares [block, PARTS,
+    n_rows].
     """
     acc = tl.zeros([BN, T], tl.float32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -324,9 +326,10 @@ def times_int4(
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """INT4 weight rows (groups of 128) times 16-bit whole-number activations: fp32 [BN, T], whole numbers inside a group.
+    """INT4 rows (groups of 128) times activations as 16-bit whole numbers: fp32 [BN, T], exact inside a group.
 
-    An activation is steps [K / 128, n_rows] times (256 high + low); digits [n_rows, 2, K] holds high and low as int8, every
+    An activation is steps [K / 128, n_rows] times (256 high + low); digits [n_rows, 2, K] holds high and low as int8,
+    every
     128 columns as the even ones, then the odd ones. Less work for a weight than any way through bf16.
     """
     acc = tl.zeros([BN, T], tl.float32)
@@ -421,7 +424,7 @@ def load_squares(squares_ptr, xt, x_mask, n_parts, n_rows, PARTS: tl.constexpr):
 
 @triton.jit
 def inverse_rms(squares, H: tl.constexpr, eps):
-    """1 / rms of each residual row. In fp64, so that the order of the sum, which the tile's shape sets, leaves no trace."""
+    """1 / rms of each residual row. In fp64: the order of the sum, which the tile's shape sets, leaves no trace."""
     return tl.rsqrt(tl.sum(squares.to(tl.float64), axis=0).to(tl.float32) / H + eps)
 
 
