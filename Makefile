@@ -1,5 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 or newer: `make serve` and `make test`.
-PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell command -v $(p) 2>/dev/null)))
+# the first that runs and is new enough (a version manager's shim may be there and not run)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
@@ -19,7 +21,7 @@ install: $(VENV)/.installed
 
 # A stamp stands for a finished install; a broken one leaves none and is repeated.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "onebox needs Python 3.11 or newer; found $$($(PYTHON) -V 2>&1). Name one: make PYTHON=python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "onebox needs Python 3.11 or newer with venv (on Debian: python3-venv). Name one: make PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
