@@ -26,6 +26,7 @@ from onebox.server import completions, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
 from onebox.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from onebox.server.responses import Responses, ResponsesBody, Store
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no 
 BODIES: Mapping[str, type] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/v1/messages": messages.MessagesBody,
     "/v1/messages/count_tokens": messages.CountBody,
     "/tokenize": TokenizeBody,
@@ -234,6 +236,14 @@ def shaped_error(path: str, e: RequestError) -> Response:
     return made
 
 
+async def typed_events(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for event in events:
+            yield named_event(event["type"], event)
+    finally:
+        await events.aclose()
+
+
 class Gate:
     """Checks API keys and names each request. Bearer or x-api-key; compared in constant time."""
 
@@ -281,6 +291,7 @@ def create_app(
     ping_s: float = PING_S,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 30.0,
+    response_store: str = ":memory:",
     on_start: Callable[[OneboxError | None], None] | None = None,
 ) -> FastAPI:
     """The server around an engine that is not started yet: it starts with the app and stops with it.
@@ -321,11 +332,14 @@ def create_app(
             await service.drain(drain_s)
             await end(starting)
             await engine.stop()
+            responses.store.close()
 
+    responses = Responses(service, Store(response_store))
     app = FastAPI(title="onebox", version=onebox.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    app.state.service = service
+    app.state.service, app.state.responses = service, responses
     app.add_middleware(Gate, keys=tuple(api_keys))
     add_error_handlers(app, service)
+    add_responses(app, responses, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
@@ -475,6 +489,34 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
     @app.get("/metrics", tags=["health"])
     async def prometheus() -> Response:
         return Response(service.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+
+def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body_bytes: int) -> None:
+    def failed(e: RequestError) -> bytes:
+        return named_event("error", {"type": "error", **error_json(e)["error"], "sequence_number": 0})
+
+    @app.post("/v1/responses", tags=["generation"])
+    async def create(request: Request) -> Response:
+        body = await read_body(request, ResponsesBody, max_body_bytes)
+        run, items = await responses.prepare(body)
+        if not body.stream:
+            return json_response(await unless_hung_up(request, responses.whole(body, run, items)))
+        events = typed_events(responses.stream(body, run, items))
+        return EventStream(events, ping_s=ping_s, done=b"", error_event=failed)
+
+    @app.get("/v1/responses/{response_id}", tags=["generation"])
+    async def stored(response_id: str) -> Response:
+        return json_response(responses.store.get(response_id)[0])
+
+    @app.post("/v1/responses/{response_id}/cancel", tags=["generation"])
+    async def cancel(response_id: str) -> Response:
+        responses.cancel(response_id)
+        return json_response({"id": response_id, "object": "response", "status": "cancelled"})
+
+    @app.delete("/v1/responses/{response_id}", tags=["generation"])
+    async def delete(response_id: str) -> Response:
+        responses.store.delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:

@@ -1,0 +1,381 @@
+"""OpenAI's responses API: items in, translated to a chat; a response object or its stream events out. No web imports.
+
+A stored response keeps its whole conversation as items, so that `previous_response_id` continues it. Tools of types
+other than function (agents send them) are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from onebox.errors import RequestError
+from onebox.server.answers import Service, new_id
+from onebox.server.chat import AnswerDelta
+from onebox.server.completions import Run, prepare_chat
+from onebox.server.protocol import ChatBody, RequestBody, translated
+
+Event = dict[str, Any]
+Item = dict[str, Any]
+STATUS: Mapping[str, str] = {"stop": "completed", "length": "incomplete"}
+KEPT_RESPONSES = 10_000
+
+
+class ResponseNotFoundError(RequestError):
+    """No stored response has this id."""
+
+    status = 404
+    code = "response_not_found"
+
+
+class ResponsesBody(RequestBody):
+    """POST /v1/responses."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "background": "ask with stream and keep the connection.",
+        "conversation": "send previous_response_id.",
+        "prompt": "send the prompt's text.",
+        "context_management": "send a shorter input.",
+    }
+    without_effect = frozenset(
+        {
+            "include",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "stream_options",
+            "client_metadata",
+            "max_tool_calls",
+        }
+    )
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return list(self.input)
+
+    def chat_body(self, items: Sequence[Item]) -> ChatBody:
+        """The chat that says the same. Raises RequestError naming the field."""
+        kind = ((self.text or {}).get("format") or {}).get("type", "text")
+        if kind != "text":
+            raise RequestError(f"'text.format' {kind!r} is not served yet.", param="text.format")
+        if self.top_logprobs:
+            raise RequestError("'top_logprobs' is not served here; use chat completions.", param="top_logprobs")
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools = [chat_tool(t) for t in self.tools or () if t.get("type") == "function"]
+        choice: Any = self.tool_choice
+        if isinstance(choice, dict):
+            if choice.get("type") != "function":
+                raise RequestError("'tool_choice' must be auto, none, required or a function.", param="tool_choice")
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        fields = {
+            "model": self.model,
+            "messages": [*messages, *item_messages(items)],
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "tools": tools or None,
+            "tool_choice": choice if tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return translated(ChatBody, fields)
+
+
+def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    fields = ("name", "description", "parameters")
+    return {"type": "function", "function": {k: tool[k] for k in fields if tool.get(k) is not None}}
+
+
+def item_text(item: Mapping[str, Any]) -> str:
+    """Text of a reasoning item: its content, or else its summary."""
+    parts = item.get("content") or item.get("summary") or []
+    return "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
+
+
+def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Items as chat messages: reasoning, text and calls of one turn make one assistant message."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None
+
+    def assistant() -> dict[str, Any]:
+        nonlocal turn
+        if turn is None:
+            turn = {"role": "assistant", "content": [], "tool_calls": []}
+            messages.append(turn)
+        return turn
+
+    for i, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            turn = None
+            assistant()["reasoning_content"] = item_text(item)
+        elif kind in ("function_call", "custom_tool_call"):
+            arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+            function = {"name": item.get("name"), "arguments": arguments}
+            assistant()["tool_calls"].append({"id": item.get("call_id"), "type": "function", "function": function})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            turn = None
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        elif kind == "message":
+            content = item.get("content")
+            if item.get("role") == "assistant":
+                if turn is not None and turn["tool_calls"]:
+                    turn = None
+                assistant()["content"] += content if isinstance(content, list) else [content or ""]
+            else:
+                turn = None
+                messages.append({"role": item.get("role"), "content": content})
+        else:
+            raise RequestError(f"'input[{i}]' has type {kind!r}, which is not served.", param=f"input[{i}].type")
+    return messages
+
+
+class Store:
+    """Responses by id in SQLite, each with its conversation; the oldest beyond KEPT_RESPONSES are dropped."""
+
+    def __init__(self, path: str = ":memory:") -> None:
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._db.execute("create table if not exists responses (n integer primary key, id unique, response, items)")
+
+    def put(self, response: Mapping[str, Any], items: Sequence[Item]) -> None:
+        row = (response["id"], json.dumps(response), json.dumps(items))
+        self._db.execute("insert or replace into responses (id, response, items) values (?, ?, ?)", row)
+        self._db.execute("delete from responses where n <= (select max(n) from responses) - ?", (KEPT_RESPONSES,))
+
+    def get(self, id: str) -> tuple[dict[str, Any], list[Item]]:
+        """A response and its conversation. Raises ResponseNotFoundError."""
+        row = self._db.execute("select response, items from responses where id = ?", (id,)).fetchone()
+        if row is None:
+            raise ResponseNotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
+        return json.loads(row[0]), json.loads(row[1])
+
+    def delete(self, id: str) -> None:
+        self.get(id)
+        self._db.execute("delete from responses where id = ?", (id,))
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class Responses:
+    """The API over one service and one store."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self.service = service
+        self.store = store
+        self.running: dict[str, bool] = {}  # id of a response under way -> whether it was cancelled
+
+    async def prepare(self, body: ResponsesBody) -> tuple[Run, list[Item]]:
+        """The run, and the conversation's items so far. Raises RequestError for all that can be refused."""
+        self.service.check_ready()
+        items: list[Item] = []
+        if body.previous_response_id:
+            try:
+                items = self.store.get(body.previous_response_id)[1]
+            except ResponseNotFoundError as e:
+                raise RequestError(str(e), param="previous_response_id") from e
+        items = [*items, *body.items()]
+        run = await prepare_chat(self.service, body.chat_body(items))
+        return replace(run, id=new_id("resp").replace("-", "_")), items
+
+    def cancel(self, id: str) -> None:
+        """Ends a response under way after its current step. Raises RequestError when it is over."""
+        if id not in self.running:
+            self.store.get(id)
+            raise RequestError(f"Response '{id[:100]}' is over already.", param="response_id")
+        self.running[id] = True
+
+    async def whole(self, body: ResponsesBody, run: Run, items: list[Item]) -> dict[str, Any]:
+        response: dict[str, Any] = {}
+        async with aclosing(self.stream(body, run, items)) as events:
+            async for event in events:
+                response = event.get("response", response)
+        return response
+
+    async def stream(self, body: ResponsesBody, run: Run, items: list[Item]) -> AsyncGenerator[Event, None]:
+        """Events in that API's order; the last has the finished response, which is then stored."""
+        output, number, begun = Output(), 0, False
+        self.running[run.id] = False
+
+        def numbered(event: Event) -> Event:
+            nonlocal number
+            number += 1
+            return {**event, "sequence_number": number - 1}
+
+        try:
+            status, reason = "completed", "stop"
+            async with aclosing(self.service.run(run.jobs)) as deltas:
+                async for _, delta in deltas:
+                    if not begun:
+                        begun = True
+                        for kind in ("response.created", "response.in_progress"):
+                            yield numbered({"type": kind, "response": response_json(body, run, [], "in_progress")})
+                    for event in output.add(delta):
+                        yield numbered(event)
+                    reason = delta.finish_reason or reason
+                    if self.running[run.id]:
+                        status = "cancelled"
+                        break
+            if status != "cancelled":
+                status = STATUS[reason]
+            for event in output.close("completed" if status == "completed" else "incomplete"):
+                yield numbered(event)
+            response = response_json(body, run, output.items, status)
+            if body.store is not False:
+                self.store.put(response, [*items, *output.items])
+            kind = "response.completed" if status in ("completed", "cancelled") else "response.incomplete"
+            yield numbered({"type": kind, "response": response})
+        finally:
+            self.running.pop(run.id, None)
+
+
+class Output:
+    """Output items of a response, built from deltas, with the events that tell of each change."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._open = False
+
+    def add(self, delta: AnswerDelta) -> list[Event]:
+        events: list[Event] = []
+        if delta.reasoning:
+            events += self._text("reasoning", delta.reasoning)
+        if delta.content:
+            events += self._text("message", delta.content)
+        for call in delta.calls:
+            if call.name is not None:
+                item = {"type": "function_call", "id": new_id("fc").replace("-", "_"), "call_id": call.id}
+                events += self._start({**item, "name": call.name, "arguments": ""})
+            if call.arguments:
+                self.items[-1]["arguments"] += call.arguments
+                events.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
+        return events
+
+    def close(self, status: str = "completed") -> list[Event]:
+        if not self._open:
+            return []
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        events: list[Event] = []
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            events.append(self._event("response.function_call_arguments.done", **done))
+        else:
+            part = item["content"][0]
+            extra: Event = {"logprobs": []} if item["type"] == "message" else {}
+            kind = part["type"]
+            events.append(self._event(f"response.{kind}.done", content_index=0, text=part["text"], **extra))
+            events.append(self._event("response.content_part.done", content_index=0, part=dict(part)))
+        done_event: Event = {"type": "response.output_item.done", "output_index": len(self.items) - 1}
+        return [*events, {**done_event, "item": copied(item)}]
+
+    def _text(self, kind: str, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._open or self.items[-1]["type"] != kind:
+            part: dict[str, Any]
+            if kind == "reasoning":
+                part = {"type": "reasoning_text", "text": ""}
+                item: Item = {"type": kind, "id": new_id("rs").replace("-", "_"), "summary": []}
+            else:
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                item = {"type": kind, "id": new_id("msg").replace("-", "_"), "role": "assistant"}
+            events += self._start({**item, "content": []})
+            self.items[-1]["content"].append(part)
+            events.append(self._event("response.content_part.added", content_index=0, part=dict(part)))
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        extra: Event = {"logprobs": []} if kind == "message" else {}
+        return [*events, self._event(f"response.{part['type']}.delta", content_index=0, delta=text, **extra)]
+
+    def _start(self, item: Item) -> list[Event]:
+        events = self.close()
+        self._open = True
+        self.items.append({**item, "status": "in_progress"})
+        index = len(self.items) - 1
+        added = {"type": "response.output_item.added", "output_index": index, "item": copied(self.items[-1])}
+        return [*events, added]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def copied(item: Item) -> Item:
+    """The item as it is now: an event must not change after it was given."""
+    copy = dict(item)
+    if "content" in copy:
+        copy["content"] = [dict(part) for part in copy["content"]]
+    return copy
+
+
+def response_json(body: ResponsesBody, run: Run, output: Sequence[Item], status: str) -> dict[str, Any]:
+    params = run.jobs[0].request.params
+    usage = run.usage()
+    return {
+        "id": run.id,
+        "object": "response",
+        "created_at": run.created,
+        "completed_at": None if status == "in_progress" else int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": run.model,
+        "output": [copied(item) for item in output],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": body.reasoning or {"effort": None, "summary": None},
+        "store": body.store is not False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None
+        if status == "in_progress"
+        else {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        },
+        "user": body.user,
+    }
