@@ -90,7 +90,7 @@ def quantize_int4(
     K is a multiple of `group`; `importance` [K] weighs the columns' errors. Raises CheckpointError when a scale passes
     the range of `dtype`.
     """
-    g = w.float().unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
+    g = w.float().reshape(*w.shape[:-1], -1, group)
     weight = torch.ones(()) if importance is None else importance.float().view(-1, group)
     largest = g.gather(-1, g.abs().argmax(-1, keepdim=True))
     unit = largest / -8.0

@@ -27,7 +27,7 @@ def quantize_nvfp4(w: Tensor, global_scale: Tensor | None = None) -> Nvfp4Weight
     """
     if global_scale is None:
         global_scale = global_scale_for(w.abs().amax().float())
-    blocks = w.float().unflatten(-1, (-1, NVFP4_BLOCK))  # type: ignore[no-untyped-call]
+    blocks = w.float().reshape(*w.shape[:-1], -1, NVFP4_BLOCK)
     largest = blocks.abs().amax(-1)
     codes = scale = least = torch.empty(0)
     for top in (E2M1_MAX, 4.0):

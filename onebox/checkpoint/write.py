@@ -429,9 +429,9 @@ class _Work:
                     f"{matrix.reader.published(matrix.module)}: holds NaN or Inf; nothing is built on that."
                 )
             w = self._levels(x, global_scale)
-            exact = x.double()
-            lost += float((dequantize(w).double() - exact).square().sum())
-            total += float(exact.square().sum())
+            exact = x.float()
+            lost += _energy(dequantize(w).sub_(exact))
+            total += _energy(exact)
             if x.shape[0] == n:
                 result = w
                 break
@@ -453,6 +453,11 @@ class _Work:
             for _, x in each.chunks() if each else ():
                 largest = torch.maximum(largest, x.abs().amax().float())
         return global_scale_for(largest)
+
+
+def _energy(x: Tensor) -> float:
+    """Sum of squares: rows in fp32, their sums in fp64."""
+    return float(x.square().sum(-1).double().sum())
 
 
 def _quantize(x: Tensor, scheme: Scheme, global_scale: Tensor | None) -> Packed:
