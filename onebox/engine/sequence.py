@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from onebox.request import Request
+
+if TYPE_CHECKING:
+    from onebox.engine.prefix import Node
 
 
 class Phase(Enum):
@@ -20,7 +25,8 @@ class Sequence:
     """Positions [0, computed) of `tokens` have KV and state; in DECODE exactly the last token has not.
 
     `pending` rows of the last window are accepted but not yet applied to the slot's state: the next step's commit.
-    `drafts` are proposed tokens after tokens[-1].
+    `drafts` are proposed tokens after tokens[-1]. `cuts` are the token counts ahead of `computed` where a prefill chunk
+    must end because a snapshot is taken there, `saved` the last one taken; `node` is its deepest page in the cache.
     """
 
     request: Request
@@ -40,6 +46,10 @@ class Sequence:
     accepted: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     cancelled: bool = False
+    cached_tokens: int = 0
+    cuts: list[int] = field(default_factory=list)
+    saved: int = 0
+    node: Node | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -67,3 +77,18 @@ class Sequence:
     def reserve(self) -> int:
         """Entries that the next window may write: its own rows, then the drafter's passes ahead of them."""
         return len(self.tokens) + 2 * self.draft_len
+
+    def prefilled(self, n: int) -> None:
+        """Settle a chunk: `n` more rows are in the state, nothing pending."""
+        self.computed, self.pending = self.computed + n, 0
+
+    def verified(self, n_rows: int, tokens: Seq[int]) -> None:
+        """Settle a window: `n_rows` rows of it stand (0 or more) and gave `tokens`, fewer when a stop cut them.
+
+        The window itself applied the rows that were pending before it, so zero rows leave nothing pending. Rows behind
+        the last kept token are not kept either: their tokens are unknown to everybody else.
+        """
+        self.tokens += tokens
+        self.pending = min(n_rows, len(self.tokens) - self.computed)
+        self.computed += self.pending
+        self.drafts = []
