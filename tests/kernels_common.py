@@ -16,15 +16,15 @@ pytest.importorskip("triton")
 from onebox.kernels.fp8_ref import Fp8Weight  # noqa: E402
 from onebox.kernels.int4_ref import Int4Weight  # noqa: E402
 from onebox.kernels.int8_ref import Int8Weight  # noqa: E402
-from onebox.kernels.linear_ref import AnyWeight  # noqa: E402
 from onebox.kernels.nvfp4_ref import Nvfp4Weight  # noqa: E402
+from onebox.kernels.weights import Weight  # noqa: E402
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter's bf16 dot is wrong
 FORMATS = ("bf16", "int8", "fp8", "int4", "nvfp4")
 
 
-def make_weight(kind: str, *shape: int, seed: int = 0) -> AnyWeight:
+def make_weight(kind: str, *shape: int, seed: int = 0) -> Weight:
     """A random weight of variance about 1 / K in any format."""
     g = torch.Generator(device=DEVICE).manual_seed(seed)
     lead, (n, k) = shape[:-2], shape[-2:]

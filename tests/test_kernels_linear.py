@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernels_common import DEVICE, DTYPE, FORMATS, GPU, assert_close, make_weight, rows
@@ -16,6 +18,8 @@ from onebox.kernels.linear_ref import (
     project_ref,
     residual_ref,
 )
+from onebox.kernels.nvfp4_ref import Nvfp4Weight
+from onebox.kernels.weights import cat
 
 EPS = 1e-6
 pytestmark = pytest.mark.skipif(not GPU and torch.bfloat16 == DTYPE, reason="needs fp16 in the interpreter")
@@ -97,6 +101,14 @@ def test_project_add_takes_paired_columns_and_gives_them() -> None:
     whole = got.digits[:, 0].int() * 256 + got.digits[:, 1].int()
     assert_close(whole * got.steps.T.repeat_interleave(128, dim=1), pair_columns(got.scaled).float(), 3e-3)
     assert_close(linear.project(got, next_w, None, EPS), project_ref(want, next_w, None, EPS))
+
+
+def test_nvfp4_rows_of_several_weights_keep_their_global_scales() -> None:
+    a, b = make_weight("nvfp4", 40, 256), make_weight("nvfp4", 24, 256, seed=5)
+    assert isinstance(b, Nvfp4Weight)
+    w = cat((a, replace(b, global_scale=b.global_scale * 7)))
+    h = residual_ref(rows(2, 256), rows(256, seed=2, scale=0.1))
+    assert_close(linear.project(h, w, None, EPS), project_ref(h, w, None, EPS))
 
 
 def test_embed_and_normalize() -> None:

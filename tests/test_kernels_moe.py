@@ -7,8 +7,9 @@ import torch
 from kernels_common import DEVICE, assert_close, make_weight, rows
 
 from onebox.kernels import linear, moe
-from onebox.kernels.linear_ref import Residual, dense_ref, normalized_ref, residual_ref
+from onebox.kernels.linear_ref import Residual, normalized_ref, residual_ref
 from onebox.kernels.moe_ref import route_slots_ref, slots_ref
+from onebox.kernels.weights import dequantize
 
 EPS = 1e-6
 
@@ -58,9 +59,9 @@ def test_experts_equal_the_weighted_sum_beside_the_shared_expert(kind: str, shar
     want = slots_ref(
         normed,
         route_slots_ref(normed, router, gate, k),
-        dense_ref(up_w),
-        dense_ref(down_w),
-        (dense_ref(shared_w[0]), dense_ref(shared_w[1])),
+        dequantize(up_w),
+        dequantize(down_w),
+        (dequantize(shared_w[0]), dequantize(shared_w[1])),
     )
     assert_close(got.x.float() - x.x.float(), want, 8e-3)
     assert_close(normalized_ref(got, EPS), normalized_ref(residual_ref(got.x, norm), EPS), 2e-3)

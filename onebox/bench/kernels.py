@@ -9,18 +9,17 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from onebox.bench.random_model import RandomModel, Rows, pages_each
 from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
 from onebox.kernels import configs, gated_delta, head, linear, moe, paged_attention
-from onebox.kernels.linear_ref import AnyWeight
+from onebox.kernels.weights import nbytes
 from onebox.ledger import BUILDS, SHAPES
 
 
@@ -32,13 +31,6 @@ class Piece:
     config: str
     calls: tuple[Callable[[], object], ...]
     n_bytes: float
-
-
-def weight_bytes(w: AnyWeight) -> int:
-    if isinstance(w, Tensor):
-        return w.numel() * w.element_size()
-    parts = (getattr(w, f.name) for f in fields(w))
-    return sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor))
 
 
 def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
@@ -78,7 +70,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             "gdn project",
             "linear",
             [partial(linear.project, h, x.project, None, eps) for x in gdn],
-            weight_bytes(gdn[0].project),
+            nbytes(gdn[0].project),
         )
         add(
             "gdn window",
@@ -93,7 +85,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
                 partial(linear.project_add, y, x.out, h, x.mlp_norm, work, squares, eps, linear.wants_pairs(x.out))
                 for x in gdn
             ],
-            weight_bytes(gdn[0].out),
+            nbytes(gdn[0].out),
         )
     if attention:
         qkv = linear.project(h, attention[0].project, None, eps)
@@ -105,7 +97,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             "attention project",
             "linear",
             [partial(linear.project, h, x.project, None, eps) for x in attention],
-            weight_bytes(attention[0].project),
+            nbytes(attention[0].project),
         )
         attend = paged_attention.gated_attention
         add(
@@ -121,7 +113,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
                 partial(linear.project_add, a, x.out, h, x.mlp_norm, work, paired=linear.wants_pairs(x.out))
                 for x in attention
             ],
-            weight_bytes(attention[0].out),
+            nbytes(attention[0].out),
         )
     top_k = spec.top_k
     add(
@@ -131,21 +123,21 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             partial(moe.route, h, x.router, x.shared_gate, x.shared_gate_up, top_k, eps, work, pairs[1])
             for x in model.layers
         ],
-        weight_bytes(first.router) + weight_bytes(first.shared_gate_up),
+        nbytes(first.router) + nbytes(first.shared_gate_up),
     )
     add(
         "gate_up",
         "gate_up",
         [partial(moe.gate_up, h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs) for x, r in layers],
-        weight_bytes(first.gate_up) * one * (slots - 1) + weight_bytes(first.shared_down),
+        nbytes(first.gate_up) * one * (slots - 1) + nbytes(first.shared_down),
     )
     add(
         "down",
         "down",
         [partial(moe.down, z, added, r, x.down, h, x.mlp_norm, work, pairs[0]) for x, r in layers],
-        weight_bytes(first.down) * one * (slots - 1),
+        nbytes(first.down) * one * (slots - 1),
     )
-    add("head", "head", [partial(head.head, hidden, model.head, work, with_logits=False)] * 2, weight_bytes(model.head))
+    add("head", "head", [partial(head.head, hidden, model.head, work, with_logits=False)] * 2, nbytes(model.head))
     add(
         "ends",
         "head",

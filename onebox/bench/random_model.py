@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from onebox.kernels.gated_delta_ref import WindowState, WindowWeights, window_re
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.int8_ref import Int8Weight
 from onebox.kernels.linear_ref import (
-    AnyWeight,
     Residual,
-    dense_ref,
     embed_ref,
     normalize_ref,
     normalized_ref,
@@ -33,13 +30,14 @@ from onebox.kernels.linear_ref import (
 from onebox.kernels.moe_ref import route_slots_ref, slots_ref
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
+from onebox.kernels.weights import Weight, dequantize, tensors, with_tensors
 from onebox.ledger import Build
 from onebox.spec import Spec
 
 GROUP = 128
 
 
-def random_weight(kind: str, *shape: int, device: torch.device) -> AnyWeight:
+def random_weight(kind: str, *shape: int, device: torch.device) -> Weight:
     """A weight [..., N, K] of variance 1 / K in one of the ledger's formats."""
     *lead, n, k = shape
     std = k**-0.5
@@ -69,17 +67,17 @@ class Layer:
     """One decoder layer as the decode kernels take it: projections merged, the shared expert beside the routed ones."""
 
     mixer_norm: Tensor
-    project: AnyWeight  # GDN: qkv, z, b, a rows; attention: q with gate, k, v rows
-    out: AnyWeight
+    project: Weight  # GDN: qkv, z, b, a rows; attention: q with gate, k, v rows
+    out: Weight
     window: WindowWeights | None  # GDN
     head_norms: tuple[Tensor, Tensor] | None  # attention: q, k
     mlp_norm: Tensor
     router: Tensor
     shared_gate: Tensor
-    gate_up: AnyWeight
-    down: AnyWeight
-    shared_gate_up: AnyWeight
-    shared_down: AnyWeight
+    gate_up: Weight
+    down: Weight
+    shared_gate_up: Weight
+    shared_down: Weight
 
 
 def random_layer(spec: Spec, build: Build, kind: str, device: torch.device) -> Layer:
@@ -161,7 +159,7 @@ class RandomModel:
     pages: tuple[Tensor, ...]
     embedding: Tensor
     norm: Tensor
-    head: AnyWeight
+    head: Weight
     inv_freq: Tensor
     workspace: linear.Workspace
 
@@ -272,13 +270,11 @@ def pages_each(context: int, steps: int = 512) -> int:
     return -(-(context + steps) // PAGE_SIZE)
 
 
-def pick(w: AnyWeight, experts: Tensor) -> AnyWeight:
+def pick(w: Weight, experts: Tensor) -> Weight:
     """Some experts of a stacked weight."""
     if isinstance(w, Tensor):
         return w[experts]
-    parts = {f.name: getattr(w, f.name) for f in fields(w)}
-    chosen: dict[str, Any] = {name: x[experts] if isinstance(x, Tensor) else x for name, x in parts.items()}
-    return type(w)(**chosen)
+    return with_tensors(w, {name: t[experts] for name, t in tensors(w).items()})
 
 
 def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
@@ -310,8 +306,10 @@ def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
         routing = route_slots_ref(normed, layer.router, layer.shared_gate, spec.top_k)
         met = routing.expert[1:].long()
         local = replace(routing, expert=torch.arange(-1, met.numel(), device=met.device))
-        shared = dense_ref(layer.shared_gate_up), dense_ref(layer.shared_down)
-        moved = slots_ref(normed, local, dense_ref(pick(layer.gate_up, met)), dense_ref(pick(layer.down, met)), shared)
+        shared = dequantize(layer.shared_gate_up), dequantize(layer.shared_down)
+        moved = slots_ref(
+            normed, local, dequantize(pick(layer.gate_up, met)), dequantize(pick(layer.down, met)), shared
+        )
         norm = model.layers[n + 1].mixer_norm if n + 1 < len(model.layers) else model.norm
         h = residual_ref((h.x.float() + moved).to(h.x.dtype), norm)
     return normalize_ref(h, eps)

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from onebox.kernels import configs
-from onebox.kernels.linear import Packed, Workspace, inline_asm, launch, row_tile
-from onebox.kernels.linear_ref import AnyWeight
+from onebox.kernels.linear import Operand, Workspace, inline_asm, launch, row_tile
 from onebox.kernels.tile import last_of, launch_next, prefetch_rows, times_rows, wait_previous
+from onebox.kernels.weights import Weight
 
 
 @triton.jit
@@ -50,13 +50,13 @@ def _head_kernel(
             tl.store(best_ptr + t, best.to(tl.int64))
 
 
-def head(hidden: Tensor, w: AnyWeight, workspace: Workspace, with_logits: bool = True) -> tuple[Tensor, Tensor | None]:
+def head(hidden: Tensor, w: Weight, workspace: Workspace, with_logits: bool = True) -> tuple[Tensor, Tensor | None]:
     """hidden [T, H], w [V, H] -> (best token [T] int64, lowest id on ties; logits [T, V] fp32 or None).
 
     The first rows of `w` alone make a head over a prefix of the vocabulary.
     """
     rows, width = hidden.shape
-    a, c, device = Packed.of(w), configs.config("head", hidden.device, width), hidden.device
+    a, c, device = Operand.of(w), configs.config("head", hidden.device, width), hidden.device
     best = torch.empty(rows, dtype=torch.int64, device=device)
     logits = torch.empty(rows, a.n, dtype=torch.float32, device=device) if with_logits else None
     tiles = triton.cdiv(a.n, c.block_n)

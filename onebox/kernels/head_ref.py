@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onebox.kernels.linear_ref import AnyWeight, dense_ref
+from onebox.kernels.weights import Weight, dequantize
 
 
-def head_ref(hidden: Tensor, w: AnyWeight, with_logits: bool = True) -> tuple[Tensor, Tensor | None]:
+def head_ref(hidden: Tensor, w: Weight, with_logits: bool = True) -> tuple[Tensor, Tensor | None]:
     """hidden [T, H], w [V, H] -> (best token [T] int64, lowest id on ties; logits [T, V] fp32)."""
-    logits = hidden.float() @ dense_ref(w).T
+    logits = hidden.float() @ dequantize(w).T
     best = (logits == logits.amax(-1, keepdim=True)).to(torch.int32).argmax(-1)
     return best, logits if with_logits else None

@@ -16,7 +16,7 @@ from onebox.kernels import configs
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.int8_ref import Int8Weight
-from onebox.kernels.linear_ref import AnyWeight, Residual
+from onebox.kernels.linear_ref import Residual
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
 from onebox.kernels.tile import (
     BF16,
@@ -24,6 +24,7 @@ from onebox.kernels.tile import (
     INT4,
     INT8,
     NVFP4,
+    NVFP4_ROWS,
     add_to_residual,
     inverse_rms,
     keep_rows,
@@ -38,12 +39,13 @@ from onebox.kernels.tile import (
     times_rows,
     wait_previous,
 )
+from onebox.kernels.weights import Weight
 
 MAX_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Packed:
+class Operand:
     """A weight as kernels take it: bytes, scales, a global scale, a format, and columns a step."""
 
     q: Tensor
@@ -55,7 +57,7 @@ class Packed:
     k: int
 
     @classmethod
-    def of(cls, w: AnyWeight) -> Packed:
+    def of(cls, w: Weight) -> Operand:
         n, k = w.shape[-2:]
         if isinstance(w, Tensor):
             return cls(w, w, w, BF16.value, 128, n, k)
@@ -63,7 +65,8 @@ class Packed:
             assert w.zero is None, "kernels read symmetric INT4"
             return cls(w.q, w.scale, w.scale, INT4.value, w.group, n, k)
         if isinstance(w, Nvfp4Weight):
-            return cls(w.q, w.scale, w.global_scale, NVFP4.value, 128, n, k)
+            by_row = w.global_scale.ndim == w.q.ndim - 1
+            return cls(w.q, w.scale, w.global_scale, (NVFP4_ROWS if by_row else NVFP4).value, 128, n, k)
         if isinstance(w, Fp8Weight):
             assert w.block == (128, 128), "kernels read FP8 in blocks of 128 x 128"
             return cls(w.q, w.scale, w.scale, FP8.value, 128, n, k)
@@ -86,7 +89,7 @@ class Workspace:
         )
 
 
-def row_tile(rows: int, w: AnyWeight | None = None) -> int:
+def row_tile(rows: int, w: Weight | None = None) -> int:
     """Rows a kernel computes for: the tensor cores' least, or the next power of two. Digits are two columns a row."""
     assert 1 <= rows <= MAX_ROWS, f"{rows} rows in a decode kernel"
     return max(4 if w is not None and reads_digits(w) else 8, int(triton.next_power_of_2(rows)))
@@ -96,12 +99,12 @@ def inline_asm(x: Tensor) -> bool:
     return not configs.INTERPRET and x.dtype == torch.bfloat16
 
 
-def wants_pairs(w: AnyWeight) -> bool:
+def wants_pairs(w: Weight) -> bool:
     """Whether a weight's kernels read activations whose 128 columns lie as the even ones, then the odd ones."""
     return isinstance(w, Int4Weight) and w.group == 128
 
 
-def reads_digits(w: AnyWeight) -> bool:
+def reads_digits(w: Weight) -> bool:
     """Whether a weight's kernels read the residual stream as whole numbers."""
     return wants_pairs(w)
 
@@ -229,10 +232,10 @@ def _project_kernel(
         )  # fmt: skip
 
 
-def project(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Tensor:
+def project(h: Residual, w: Weight, tail: Weight | None, eps: float) -> Tensor:
     """norm(h) times the rows of `w` [N, H], then of `tail` [N', H] (another format, or None): [T, N + N']."""
     rows, width = h.x.shape
-    a, b = Packed.of(w), Packed.of(w if tail is None else tail)
+    a, b = Operand.of(w), Operand.of(w if tail is None else tail)
     n2 = 0 if tail is None else b.n
     c = configs.config("linear", h.x.device, width)
     out = torch.empty(rows, a.n + n2, dtype=h.x.dtype, device=h.x.device)
@@ -299,7 +302,7 @@ def _project_add_kernel(
 
 def project_add(
     y: Tensor,
-    w: AnyWeight,
+    w: Weight,
     h: Residual,
     norm: Tensor,
     workspace: Workspace,
@@ -315,7 +318,7 @@ def project_add(
     as the even ones, then the odd ones (what `wants_pairs(w)` asks for).
     """
     rows = y.shape[0]
-    a, c = Packed.of(w), configs.config("linear_add", y.device, w.shape[-2])
+    a, c = Operand.of(w), configs.config("linear_add", y.device, w.shape[-2])
     assert squares is None or squares.shape[0] * a.step == a.k, "one norm for each group of columns"
     assert not paired or wants_pairs(w), "paired columns are for INT4 in groups of 128"
     tiles = triton.cdiv(a.n, c.block_n)

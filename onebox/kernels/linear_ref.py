@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onebox.kernels.fp8_ref import Fp8Weight, fp8_dequantize_ref
-from onebox.kernels.int4_ref import Int4Weight, int4_dequantize_ref
-from onebox.kernels.int8_ref import Int8Weight, int8_dequantize_ref
-from onebox.kernels.nvfp4_ref import Nvfp4Weight, nvfp4_dequantize_ref
-
-AnyWeight = Tensor | Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight
+from onebox.kernels.weights import Weight, dequantize
 
 
 @dataclass(frozen=True)
@@ -31,17 +26,6 @@ class Residual:
     squares: Tensor  # [parts, T] fp32
     digits: Tensor  # [T, 2, H] int8, high then low
     steps: Tensor  # [H / 128, T] fp32
-
-
-def dense_ref(w: AnyWeight) -> Tensor:
-    """Any weight as fp32 [..., N, K]."""
-    if isinstance(w, Tensor):
-        return w.float()
-    if isinstance(w, Int4Weight):
-        return int4_dequantize_ref(w)
-    if isinstance(w, Int8Weight):
-        return int8_dequantize_ref(w)
-    return fp8_dequantize_ref(w) if isinstance(w, Fp8Weight) else nvfp4_dequantize_ref(w)
 
 
 def residual_ref(x: Tensor, norm: Tensor) -> Residual:
@@ -84,16 +68,16 @@ def embed_ref(tokens: Tensor, embedding: Tensor, norm: Tensor) -> Residual:
     return residual_ref(embedding[tokens], norm)
 
 
-def project_ref(h: Residual, w: AnyWeight, tail: AnyWeight | None, eps: float) -> Tensor:
+def project_ref(h: Residual, w: Weight, tail: Weight | None, eps: float) -> Tensor:
     """norm(h) times the rows of `w`, then of `tail`: [T, N + N']."""
     y = normalized_ref(h, eps)
-    parts = [y @ dense_ref(each).T for each in (w, tail) if each is not None]
+    parts = [y @ dequantize(each).T for each in (w, tail) if each is not None]
     return torch.cat(parts, dim=-1).to(h.x.dtype)
 
 
 def project_add_ref(
     y: Tensor,
-    w: AnyWeight,
+    w: Weight,
     h: Residual,
     norm: Tensor,
     squares: Tensor | None = None,
@@ -111,4 +95,4 @@ def project_add_ref(
         width = y.shape[1] // squares.shape[0]
         rms = torch.rsqrt(squares.sum(1).T / width + eps)
         y = y * rms.repeat_interleave(width, dim=1)
-    return residual_ref((h.x.float() + y @ dense_ref(w).T).to(h.x.dtype), norm)
+    return residual_ref((h.x.float() + y @ dequantize(w).T).to(h.x.dtype), norm)

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onebox.kernels import configs
-from onebox.kernels.linear import Packed, Workspace, empty_residual, inline_asm, launch, reads_digits, row_tile
-from onebox.kernels.linear_ref import AnyWeight, Residual
+from onebox.kernels.linear import Operand, Workspace, empty_residual, inline_asm, launch, reads_digits, row_tile
+from onebox.kernels.linear_ref import Residual
 from onebox.kernels.moe_ref import Routing
 from onebox.kernels.tile import (
     BF16,
@@ -31,6 +31,7 @@ from onebox.kernels.tile import (
     times_rows,
     wait_previous,
 )
+from onebox.kernels.weights import Weight
 
 
 @triton.jit
@@ -179,7 +180,7 @@ def route(
     h: Residual,
     router: Tensor,
     shared_gate: Tensor,
-    shared: AnyWeight,
+    shared: Weight,
     top_k: int,
     eps: float,
     workspace: Workspace,
@@ -192,7 +193,7 @@ def route(
     """
     rows, width = h.x.shape
     n_experts, c, device = router.shape[0], configs.config("route", h.x.device, width), h.x.device
-    b, sc = Packed.of(shared), configs.config("shared", device, width)
+    b, sc = Operand.of(shared), configs.config("shared", device, width)
     cap = 1 + min(n_experts, rows * top_k)
     out = Routing(
         torch.empty(cap, rows, dtype=torch.float32, device=device),
@@ -289,9 +290,9 @@ def _gate_up_kernel(
 def gate_up(
     h: Residual,
     routing: Routing,
-    w: AnyWeight,
+    w: Weight,
     hidden: Tensor,
-    shared: AnyWeight,
+    shared: Weight,
     eps: float,
     pairs: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Tensor]:
@@ -303,7 +304,7 @@ def gate_up(
     routed slots' columns are to lie, and the hidden row's do lie, as `wants_pairs` says.
     """
     rows, width = h.x.shape
-    a, b, c = Packed.of(w), Packed.of(shared), configs.config("gate_up", h.x.device, width)
+    a, b, c = Operand.of(w), Operand.of(shared), configs.config("gate_up", h.x.device, width)
     sc, cap, device = configs.config("shared", h.x.device, width), routing.weight.shape[0], h.x.device
     out = torch.empty(cap, rows, a.n // 2, dtype=h.x.dtype, device=device)
     added = torch.empty(rows, width, dtype=torch.float32, device=device)
@@ -370,7 +371,7 @@ def down(
     y: Tensor,
     added: Tensor,
     routing: Routing,
-    w: AnyWeight,
+    w: Weight,
     h: Residual,
     norm: Tensor,
     workspace: Workspace,
@@ -381,7 +382,7 @@ def down(
     y [slots, T, I] already weighted (columns paired if `paired`), added [T, H] fp32, w [E, H, I].
     """
     cap, rows, inner = y.shape
-    a, c = Packed.of(w), configs.config("down", y.device, h.x.shape[1])
+    a, c = Operand.of(w), configs.config("down", y.device, h.x.shape[1])
     tiles = triton.cdiv(a.n, c.block_n)
     assert cap * rows * a.n <= workspace.partial.numel(), "workspace is too small for these rows"
     out = empty_residual(rows, a.n, c.block_n, norm, h.x.dtype)

@@ -16,6 +16,7 @@ BF16 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 FP8 = tl.constexpr(2)
 INT4 = tl.constexpr(3)
+NVFP4_ROWS = tl.constexpr(5)  # one global scale a row
 NVFP4 = tl.constexpr(4)  # from INT4 on, a byte holds two weights
 
 
@@ -278,7 +279,7 @@ def times_rows(
                     pair = tl.load(pairs + (k0 // 2 + half)[:, None], mask=mask, other=0)
                     even = (pair & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
                     odd = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-                if FORMAT == NVFP4:
+                if FORMAT >= NVFP4:
                     low, high = unpack(b, FORMAT, dtype, ASM)
                     block = tl.load(s_ptr + rows[:, None] * (K // 16) + (k0 // 16 + tl.arange(0, BK // 16))[None, :])
                     block = block.to(tl.float32).to(dtype)
@@ -308,6 +309,8 @@ def times_rows(
         acc = acc * tl.load(s_ptr + rows)[:, None]
     if FORMAT == NVFP4:
         acc = acc * tl.load(g_ptr)
+    if FORMAT == NVFP4_ROWS:
+        acc = acc * tl.load(g_ptr + rows)[:, None]
     return acc
 
 
