@@ -13,13 +13,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from onebox.kernels import gated_delta, head, linear, moe, paged_attention
+from onebox.kernels import head, linear
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights, window_ref
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.int8_ref import Int8Weight
 from onebox.kernels.linear_ref import (
-    Residual,
     embed_ref,
     normalize_ref,
     normalized_ref,
@@ -32,6 +31,7 @@ from onebox.kernels.nvfp4_ref import Nvfp4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
 from onebox.kernels.weights import Weight, dequantize, tensors, with_tensors
 from onebox.ledger import Build
+from onebox.model.decode import DecodeLayer, Window, decode_layers
 from onebox.spec import Spec
 
 GROUP = 128
@@ -62,25 +62,7 @@ def random_weight(kind: str, *shape: int, device: torch.device) -> Weight:
     return Nvfp4Weight(q, scales(8.0, n, k // 16).to(torch.float8_e4m3fn), scales(std / 8 / 2.92))
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer as the decode kernels take it: projections merged, the shared expert beside the routed ones."""
-
-    mixer_norm: Tensor
-    project: Weight  # GDN: qkv, z, b, a rows; attention: q with gate, k, v rows
-    out: Weight
-    window: WindowWeights | None  # GDN
-    head_norms: tuple[Tensor, Tensor] | None  # attention: q, k
-    mlp_norm: Tensor
-    router: Tensor
-    shared_gate: Tensor
-    gate_up: Weight
-    down: Weight
-    shared_gate_up: Weight
-    shared_down: Weight
-
-
-def random_layer(spec: Spec, build: Build, kind: str, device: torch.device) -> Layer:
+def random_layer(spec: Spec, build: Build, kind: str, device: torch.device) -> DecodeLayer:
     h, i, e = spec.hidden, spec.expert_width, spec.n_experts
     assert spec.shared_width == i, "the shared expert is as wide as a routed one"
 
@@ -101,9 +83,10 @@ def random_layer(spec: Spec, build: Build, kind: str, device: torch.device) -> L
         d = spec.head_dim
         window, norms, fmt = None, (norm(d), norm(d)), build.attention
         project, out_k = 2 * spec.n_heads * d + 2 * spec.n_kv_heads * d, spec.n_heads * d
-    return Layer(
+    return DecodeLayer(
         mixer_norm=norm(h),
         project=random_weight(fmt, project, h, device=device),
+        tail=None,
         out=random_weight(fmt, h, out_k, device=device),
         window=window,
         head_norms=norms,
@@ -154,7 +137,7 @@ class RandomModel:
 
     spec: Spec
     build: Build
-    layers: tuple[Layer, ...]
+    layers: tuple[DecodeLayer, ...]
     states: tuple[WindowState, ...]
     pages: tuple[Tensor, ...]
     embedding: Tensor
@@ -213,47 +196,16 @@ class RandomModel:
 
     def forward(self, rows: Rows, max_query: int, counts: list[Tensor] | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm. `counts` collects each layer's number of slots."""
-        spec, eps, work = self.spec, self.spec.norm_eps, self.workspace
         angle = rows.positions.float()[:, None, None] * self.inv_freq
         rope = angle.cos().bfloat16(), angle.sin().bfloat16()
+        window = Window(
+            rows.positions, rows.query_start, rows.context_len, rows.page_table, rows.kv_slot, rows.state_slot,
+            rows.commit, max_query,
+        )  # fmt: skip
         h = linear.embed(rows.tokens, self.embedding, self.layers[0].mixer_norm)
-        gdn = attention = 0
-        for n, (kind, layer) in enumerate(zip(spec.layer_types, self.layers, strict=True)):
-            if kind == "linear_attention":
-                y, squares = self.gdn_mixer(h, layer, self.states[gdn], rows)
-                gdn += 1
-            else:
-                y, squares = self.attention_mixer(h, layer, self.pages[attention], rows, rope, max_query), None
-                attention += 1
-            h = linear.project_add(y, layer.out, h, layer.mlp_norm, work, squares, eps, linear.wants_pairs(layer.out))
-            pairs = linear.wants_pairs(layer.down), linear.wants_pairs(layer.shared_down)
-            routing, hidden = moe.route(
-                h, layer.router, layer.shared_gate, layer.shared_gate_up, spec.top_k, eps, work, pairs[1]
-            )
-            if counts is not None:
-                counts.append(routing.count)
-            z, added = moe.gate_up(h, routing, layer.gate_up, hidden, layer.shared_down, eps, pairs)
-            norm = self.layers[n + 1].mixer_norm if n + 1 < len(self.layers) else self.norm
-            h = moe.down(z, added, routing, layer.down, h, norm, work, pairs[0])
-        return linear.normalize(h, eps)
-
-    def gdn_mixer(self, h: Residual, layer: Layer, state: WindowState, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        assert layer.window is not None
-        mixed = linear.project(h, layer.project, None, self.spec.norm_eps)
-        return gated_delta.window(
-            mixed, layer.window, state, rows.query_start, rows.state_slot, rows.commit, rows.context_len,
-            linear.wants_pairs(layer.out),
-        )  # fmt: skip
-
-    def attention_mixer(
-        self, h: Residual, layer: Layer, pages: Tensor, rows: Rows, rope: tuple[Tensor, Tensor], max_query: int
-    ) -> Tensor:
-        assert layer.head_norms is not None
-        qkv = linear.project(h, layer.project, None, self.spec.norm_eps)
-        return paged_attention.gated_attention(
-            qkv, *layer.head_norms, rope, pages, rows.page_table, rows.kv_slot, rows.positions, rows.query_start,
-            max_query, self.spec.n_heads, self.spec.norm_eps, self.workspace, paired=linear.wants_pairs(layer.out),
-        )  # fmt: skip
+        return decode_layers(
+            h, self.layers, self.norm, window, self.states, self.pages, rope, self.spec, self.workspace, counts=counts
+        )
 
     def step(self, rows: Rows) -> None:
         """One greedy step of every sequence, k = 0; `rows` moves to the next position in place."""
