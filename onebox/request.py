@@ -119,7 +119,7 @@ class Batch:
 
     Rows of sequence b are [query_start[b], query_start[b+1]); they stand at positions context_len[b] and up, and their
     K and V go to kv_slot (page * PAGE_SIZE + offset). `commit[b]` rows of the sequence's pending window are applied to
-    its recurrent state before this step's rows. A `window` batch (decode, verify) leaves its own rows pending; any other
+    its recurrent state before this step's rows. A `window` batch (decode, verify) leaves its rows pending; any other
     (prefill) applies them at once.
     """
 
