@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from onebox.errors import RequestError
 from onebox.server.answers import Service, new_id
@@ -34,6 +34,21 @@ SIGNATURE = "onebox"  # clients send thinking back with its signature; nothing h
 Event = tuple[str, dict[str, Any]]
 
 
+class Thinking(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class ToolChoice(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = False
+
+
 class CountBody(RequestBody):
     """POST /v1/messages/count_tokens."""
 
@@ -49,8 +64,8 @@ class CountBody(RequestBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields of a chat body that say the same. Raises RequestError naming the field of this body."""
@@ -62,16 +77,14 @@ class CountBody(RequestBody):
         for i, message in enumerate(self.messages):
             messages += chat_messages(message, f"messages[{i}]")
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
-        kind = (self.thinking or {}).get("type", "disabled")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            raise RequestError("'thinking.type' must be enabled, disabled or adaptive.", param="thinking.type")
-        fields["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
-        if kind == "enabled":
-            fields["thinking_token_budget"] = (self.thinking or {}).get("budget_tokens")
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        if thinks and self.thinking is not None:
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         tools = [t for t in self.tools or () if isinstance(t.get("input_schema"), Mapping)]
         if tools:
             fields["tools"] = [chat_tool(t) for t in tools]
-            fields |= chat_choice(self.tool_choice or {})
+            fields |= chat_choice(self.tool_choice or ToolChoice(type="auto"))
         return fields
 
 
@@ -104,17 +117,14 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def chat_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
-    kind = choice.get("type", "auto")
-    known: dict[str, Any] = {
+def chat_choice(choice: ToolChoice) -> dict[str, Any]:
+    same: dict[str, Any] = {
         "auto": "auto",
         "any": "required",
         "none": "none",
-        "tool": {"type": "function", "function": {"name": choice.get("name")}},
+        "tool": {"type": "function", "function": {"name": choice.name}},
     }
-    if kind not in known:
-        raise RequestError("'tool_choice.type' must be auto, any, tool or none.", param="tool_choice.type")
-    return {"tool_choice": known[kind], "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False)}
+    return {"tool_choice": same[choice.type], "parallel_tool_calls": not choice.disable_parallel_tool_use}
 
 
 def chat_messages(message: ChatMessage, param: str) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from onebox.errors import RequestError
 from onebox.server.answers import Service, new_id
@@ -33,6 +33,18 @@ class ResponseNotFoundError(RequestError):
 
     status = 404
     code = "response_not_found"
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "text"
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    format: TextFormat | None = None
 
 
 class ResponsesBody(RequestBody):
@@ -72,7 +84,7 @@ class ResponsesBody(RequestBody):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -86,7 +98,7 @@ class ResponsesBody(RequestBody):
 
     def chat_body(self, items: Sequence[Item]) -> ChatBody:
         """The chat that says the same. Raises RequestError naming the field."""
-        kind = ((self.text or {}).get("format") or {}).get("type", "text")
+        kind = self.text.format.type if self.text and self.text.format else "text"
         if kind != "text":
             raise RequestError(f"'text.format' {kind!r} is not served yet.", param="text.format")
         if self.top_logprobs:
@@ -123,6 +135,8 @@ def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 def item_text(item: Mapping[str, Any]) -> str:
     """Text of a reasoning item: its content, or else its summary."""
     parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        return ""
     return "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
 
 

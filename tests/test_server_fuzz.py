@@ -1,0 +1,145 @@
+"""Bodies nobody would send: every answer is a 200 or a 4xx with a message, never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+from serving import client_of, saying
+
+SCALARS = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**70,
+    -(2**66),
+    1.5,
+    float("nan"),
+    float("inf"),
+    -1e308,
+    "",
+    "auto",
+    "function",
+]
+SCALARS += ["function", "text", "user", "assistant", "tool", "required", "enabled", "\ud800", "xyz"]
+KEYS = ["type", "text", "role", "content", "name", "function", "arguments", "parameters", "tool_calls", "id", "input"]
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "content": "ok", "tool_call_id": "c"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+    "tool_choice": "auto",
+    "max_tokens": 8,
+    "stop": ["x"],
+    "stream_options": {"include_usage": True},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "logit_bias": {"5": 1},
+    "n": 1,
+    "seed": 1,
+    "temperature": 1.0,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream": False,
+    "thinking_token_budget": 3,
+    "continue_final_message": False,
+}
+ANTHROPIC = {
+    "max_tokens": 8,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "ok"}]},
+    ],
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled", "budget_tokens": 4},
+}
+RESPONSES = {
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "ok"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "text"}},
+    "max_output_tokens": 8,
+}
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "a", "max_tokens": 8, "logprobs": 1, "echo": False, "n": 2, "stop": "x"},
+    "/v1/messages": ANTHROPIC,
+    "/v1/messages/count_tokens": {k: v for k, v in ANTHROPIC.items() if k != "max_tokens"},
+    "/v1/responses": RESPONSES,
+    "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},
+    "/detokenize": {"tokens": [5, 6]},
+}
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value, by the keys that lead there."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, child in children for place in places(child, (*path, key)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+def random_value(rng: random.Random, depth: int = 0) -> Any:
+    kind = rng.random() if depth < 3 else 1
+    if kind < 0.25:
+        return [random_value(rng, depth + 1) for _ in range(rng.randint(0, 3))]
+    if kind < 0.5:
+        return {rng.choice(KEYS): random_value(rng, depth + 1) for _ in range(rng.randint(0, 4))}
+    return rng.choice(SCALARS)
+
+
+def mutated(rng: random.Random) -> tuple[str, bytes]:
+    path = rng.choice(sorted(BODIES))
+    body = BODIES[path]
+    for _ in range(rng.randint(1, 3)):
+        body = replaced(body, rng.choice(places(body)), random_value(rng))
+    data = json.dumps(body).encode()
+    if rng.random() < 0.1:
+        cut = rng.randrange(len(data) + 1)
+        data = data[:cut] + rng.randbytes(rng.randint(0, 3)) + data[cut + 1 :]
+    return path, data
+
+
+@pytest.mark.parametrize(("seed", "n"), [(1, 1500), pytest.param(2, 10_000, marks=pytest.mark.slow)])
+def test_no_body_gets_a_5xx(seed: int, n: int) -> None:
+    async def run() -> None:
+        rng, engine, refused = random.Random(seed), saying("hm\n</think>\n\nok"), 0
+        async with client_of(engine, drain_s=1) as client:
+            for _ in range(n):
+                path, data = mutated(rng)
+                response = await client.post(path, content=data)
+                assert response.status_code in (200, 400, 404), (path, data, response.text)
+                if response.status_code != 200:
+                    refused += 1
+                    assert response.json()["error"]["message"]
+            assert engine.stats().running == 0
+        assert n / 4 < refused < n
+
+    asyncio.run(run())
