@@ -458,6 +458,7 @@ def _sparse_checkpoint(path: Path, layers: int, experts: int, width: int, vocab:
     for i in range(layers):
         shapes[f"model.layers.{i}.mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
         shapes[f"model.layers.{i}.mlp.experts.down_proj"] = (experts, hidden, width)
+        shapes[f"model.layers.{i}.mlp.shared_expert.down_proj.weight"] = (hidden, 49_152)
         shapes[f"model.layers.{i}.linear_attn.out_proj.weight"] = (hidden, 2048)
     header, at = {}, 0
     for name, shape in shapes.items():
@@ -477,13 +478,13 @@ def _sparse_checkpoint(path: Path, layers: int, experts: int, width: int, vocab:
 
 def _measured_build(src: str, out: str, pipe: Any) -> None:
     torch.set_num_threads(1)
-    build(src, out, BuildOptions(recipe=Build(experts="fp8", gdn="int4", head="int8"), shard_bytes=1_500_000_000))
+    build(src, out, BuildOptions(recipe=Build(shared="fp8", gdn="int4", head="int8"), shard_bytes=1_500_000_000))
     pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 @pytest.mark.slow
 def test_six_gigabytes_build_within_two_and_a_half_of_memory(tmp_path: Path) -> None:
-    size = _sparse_checkpoint(tmp_path / "src", layers=6, experts=64, width=1024, vocab=160_000, hidden=2048)
+    size = _sparse_checkpoint(tmp_path / "src", layers=6, experts=48, width=1024, vocab=160_000, hidden=2048)
     largest = 160_000 * 2048 * 2
     assert size > 6e9 and largest > 6e8
     context = multiprocessing.get_context("spawn")

@@ -423,15 +423,17 @@ class _Work:
         global_scale = self._global_scale(matrix) if scheme.kind == "nvfp4" else None
         result: Packed | None = None
         lost = total = 0.0
-        for start, x in matrix.chunks():
-            if not bool(x.isfinite().all()):
-                raise CheckpointError(
-                    f"{matrix.reader.published(matrix.module)}: holds NaN or Inf; nothing is built on that."
-                )
+        for start, stored in matrix.chunks():
+            x = stored.float()
+            energy = _energy(x)
+            if not math.isfinite(energy):  # NaN, Inf, or squares past fp32
+                if not bool(x.isfinite().all()):
+                    name = matrix.reader.published(matrix.module)
+                    raise CheckpointError(f"{name}: holds NaN or Inf; nothing is built on that.")
+                energy = float(x.double().square().sum())
             w = self._levels(x, global_scale)
-            exact = x.float()
-            lost += _energy(dequantize(w).sub_(exact))
-            total += _energy(exact)
+            lost += _energy(dequantize(w).sub_(x))
+            total += energy
             if x.shape[0] == n:
                 result = w
                 break
