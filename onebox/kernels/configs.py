@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import triton
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run as Python on CPU tensors
+INTERPRET = bool(triton.knobs.runtime.interpret)  # kernels run as Python on CPU tensors
 
 
 @dataclass(frozen=True)
