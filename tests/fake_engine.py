@@ -92,7 +92,7 @@ class FakeDevice:
 
     def draft_ahead(self, s: Sequence) -> None:
         """What a drafter leaves behind: rubbish in every entry that it may write."""
-        for i in range(len(s.tokens), s.reserve):
+        for i in range(len(s.tokens), len(s.tokens) + s.n_drafts - 1):
             self.kv[s.pages[i // PAGE_SIZE]][i % PAGE_SIZE] = -1
 
 

@@ -177,20 +177,29 @@ class Scheduler:
                 rows[sequence] = had + n
                 budget -= n
 
+        def left(sequence: Sequence) -> int:
+            return len(sequence.tokens) - sequence.computed
+
         ranked = [s for s in self.running if s.phase is Phase.PREFILL]
         if ranked:
             give(ranked[0], max(budget // 2, 1))
-        for s in sorted(ranked[1:], key=lambda s: (s.request.priority, len(s.tokens) - s.computed)):
+            # late, so that it finds what those before it have left in the cache; at once, if it is shorter than they
+            while self.waiting and all(left(self.waiting[0]) < left(s) for s in ranked) and self._admit():
+                ranked.append(self.running[-1])
+        for s in sorted(ranked[1:], key=lambda s: (s.request.priority, left(s))):
             give(s, budget)
-        while budget > 0 and self.waiting and not self._preempted and self._admit(self.waiting[0]):
+        while budget > 0 and self.waiting and self._admit():
             ranked.append(self.running[-1])
             give(ranked[-1], budget)
         for s in ranked:
             give(s, budget)
         return tuple(Chunk(s, s.computed, n) for s, n in rows.items())
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self) -> bool:
         """Give the first in the queue a slot, its cached prefix and pages for all its tokens. Nobody overtakes it."""
+        if self._preempted:
+            return False  # what was taken from one is not for another
+        sequence = self.waiting[0]
         room = self.pages.n_free + self.prefix.n_idle
         if len(self.running) >= self.max_num_seqs or not self.slots.n_free or self._blocked == (sequence, room):
             return False
