@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +170,43 @@ def test_chat_starts_an_engine_when_no_server_answers(
     assert e.value.code == 0
     assert "Hello you" in capsys.readouterr().out
     assert (engine.requests[0].params.max_tokens, engine.requests[0].params.temperature) == (30, 0)
+
+
+SERVE_FAKE = """
+import sys
+sys.path.insert(0, {tests!r})
+from onebox import cli
+from serving import engine_of
+cli.make_engine = lambda _: engine_of([5] * 40, step_s=0.03)
+cli.main(["serve", "--port", {port!r}, "--drain-s", "20"])
+"""
+
+
+def test_sigterm_finishes_answers_under_way() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    url = f"http://127.0.0.1:{port}"
+    code = SERVE_FAKE.format(tests=str(Path(__file__).parent), port=port)
+    server = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(400):
+            try:
+                if httpx.get(f"{url}/health/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 99, "stream": True}) as r:
+            lines = r.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"stop"' in rest[-2]
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+    finally:
+        server.terminate()
+        _, err = server.communicate(timeout=20)
+    assert "curl " in err
+    assert "Traceback" not in err

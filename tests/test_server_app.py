@@ -488,3 +488,14 @@ def test_a_bug_is_a_500_with_the_error_shape() -> None:
     response = post(engine_of(broken), TEXT, {"prompt": "x"})
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal_error"
+
+
+def test_embeddings_are_501_by_name_and_stats_are_the_engines() -> None:
+    async def run() -> None:
+        async with client_of(saying("a b")) as client:
+            refused = await client.post("/v1/embeddings", json={"input": "x"})
+            assert (refused.status_code, error_of(refused)["code"]) == (501, "not_served")
+            await client.post(TEXT, json={"prompt": "x"})
+            assert (await client.get("/v1/onebox/stats")).json()["finished"] == 1
+
+    asyncio.run(run())

@@ -51,6 +51,11 @@ class BodyTooLargeError(RequestError):
     code = "request_too_large"
 
 
+class NotServedError(RequestError):
+    status = 501
+    code = "not_served"
+
+
 class ApiKeyError(RequestError):
     status = 401
     code = "invalid_api_key"
@@ -481,6 +486,19 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
             stats = service.engine.stats()
             value |= {"running": stats.running, "waiting": stats.waiting, "steps": stats.steps}
         return json_response(value, 200 if ok else 503)
+
+    @app.get("/ping", tags=["health"])
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/v1/onebox/stats", tags=["health"])
+    async def stats() -> Response:
+        """The engine's counters and gauges."""
+        return json_response(service.engine.stats())
+
+    @app.post("/v1/embeddings", tags=["models"])
+    async def embeddings() -> Response:
+        raise NotServedError("Embeddings are not served: this model generates text.")
 
     @app.get("/version", tags=["health"])
     async def version() -> Response:
