@@ -120,3 +120,20 @@ def test_more_sequences_than_slots_are_not_run() -> None:
     for i in range(5):
         engine.add([i], 5)
     assert len(engine.step().prefill) == 2
+
+
+def test_accepted_rows_behind_a_stop_are_not_kept_with_the_finished_sequence() -> None:
+    engine = FakeEngine(draft_len=3, hit_rate=1.0)
+    s = engine.add([1] * 100, 50)
+    while s.phase is not Phase.DECODE or not s.drafts:
+        engine.step()
+    plan = engine.scheduler.schedule()
+    engine.device.run(plan)
+    targets = engine.device.forward(s, [s.tokens[-1], *s.drafts], window=True)
+    s.computed, s.pending = s.computed + 4, 4
+    s.tokens += targets[:1]  # the second was a stop token
+    engine.scheduler.finish(s)
+    engine.scheduler.settle(plan)
+    del engine.live[s.request.id]
+    assert engine.ask([*s.tokens, 7]).cached_tokens == len(s.tokens)
+    engine.close()
