@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 from onebox.engine.process import EngineInfo, EngineStats
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
@@ -43,7 +43,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.is_alive = False
         self._info = EngineInfo("fake", "fake", vocab, max_model_len, max_num_seqs, tokens_per_step - 1, (eos,), "cpu")
-        self._stats = EngineStats(slots_total=max_num_seqs, slots_free=max_num_seqs, pages_total=100, pages_free=100)
+        self._counts = Counter(slots_total=max_num_seqs, slots_free=max_num_seqs, pages_total=100, pages_free=100)
         self._slots = asyncio.Semaphore(max_num_seqs)
 
     @property
@@ -63,16 +63,17 @@ class FakeEngine:
         return self.is_alive
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return EngineStats(**self._counts)
 
     def _count(self, **changes: int) -> None:
-        self._stats = replace(self._stats, **{k: getattr(self._stats, k) + v for k, v in changes.items()})
+        for name, change in changes.items():
+            self._counts[name] += change
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
         if not self.is_alive:
             raise EngineUnavailableError("The engine is stopped.")
-        if self._slots.locked() and self._stats.waiting >= self.max_waiting:
-            raise QueueFullError(f"{self._stats.waiting} requests are waiting; try again later.")
+        if self._slots.locked() and self._counts["waiting"] >= self.max_waiting:
+            raise QueueFullError(f"{self._counts['waiting']} requests are waiting; try again later.")
         self.requests.append(request)
         self._count(waiting=1)
         try:

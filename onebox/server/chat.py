@@ -503,9 +503,12 @@ class Answer:
         return self._delta(events, reason, stop)
 
     def _delta(self, events: Events, reason: FinishReason | None = None, stop: str | int | None = None) -> AnswerDelta:
-        whole = reason is not None and not isinstance(stop, str)
-        n = len(self._waiting) if whole else sum(at < self._released for at, _, _ in self._waiting)
-        out, self._waiting = self._waiting[:n], self._waiting[n:]
+        out = self._waiting
+        if (out and out[-1][0] < self._released) or (reason is not None and not isinstance(stop, str)):
+            self._waiting = []
+        else:
+            n = sum(at < self._released for at, _, _ in out)
+            out, self._waiting = out[:n], out[n:]
         return AnswerDelta(
             reasoning=events.reasoning,
             content=events.content,
