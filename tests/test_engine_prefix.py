@@ -124,8 +124,9 @@ def test_a_snapshot_pushed_to_the_host_is_hit_from_there() -> None:
     engine = FakeEngine(n_pages=60, n_snapshots=1, n_host=20, draft_len=2)
     for seed in range(4):
         engine.ask(tokens(200, seed))
-    assert engine.slots.offloads >= 3
+    assert engine.prefix.counts["offloaded"] >= 3
     assert [engine.ask(tokens(200, seed)).cached_tokens for seed in range(4)] == [199] * 4
+    assert engine.prefix.counts["loaded"] >= 3
     engine.close()
 
 
@@ -133,8 +134,10 @@ def test_pages_that_no_snapshot_needs_are_evicted_before_any_snapshot() -> None:
     engine = FakeEngine(n_pages=20, n_snapshots=1)
     engine.ask(tokens(300, 1))
     last = engine.ask(tokens(300, 2))
+    counts = engine.prefix.counts
+    before = counts["evicted_snapshots"]
     assert len(engine.prefix.dead) == 1 and engine.prefix.reclaim(14)
-    assert engine.prefix.counts["evicted_pages"] >= 1 and engine.prefix.counts["evicted_snapshots"] == 0
+    assert counts["evicted_pages"] >= 1 and counts["evicted_snapshots"] == before
     assert engine.ask([*last.tokens, 7], 1).cached_tokens == len(last.tokens) - 1
 
 

@@ -21,7 +21,7 @@ def test_the_least_recently_used_snapshot_is_dropped_when_there_is_no_host_room(
     slots, (a, b), dropped = filled(2, 0, 2)
     slots.touch(a)
     slots.place(Snapshot(n_tokens=7))
-    assert dropped == [b] and slots.evictions == 1 and a.device and not b.device and slots.ops == []
+    assert dropped == [b] and slots.counts["evicted_snapshots"] == 1 and a.device and not b.device and slots.ops == []
 
 
 def test_the_least_recently_used_snapshot_moves_to_the_host_before_its_slot_is_filled_again() -> None:
@@ -53,7 +53,7 @@ def test_a_snapshot_comes_back_from_a_full_host_at_the_expense_of_the_device_one
 def test_pinned_snapshots_are_not_pushed_out() -> None:
     slots, (a, b), dropped = filled(2, 0, 2)
     a.pinned = b.pinned = True
-    assert not slots.place(Snapshot(n_tokens=1)) and not dropped and slots.oldest() is None
+    assert not slots.place(Snapshot(n_tokens=1)) and not dropped and not slots.evict()
 
 
 def test_check_finds_a_slot_held_twice() -> None:

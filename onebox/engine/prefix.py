@@ -72,7 +72,7 @@ class Match:
 
 
 class PrefixCache:
-    """Owner of shared pages and of snapshots.
+    """Owner of shared pages and of snapshots. `counts`: lookups, hits, hit_tokens, miss_*, saved, evicted_*, moves.
 
     `build` is everything beside tokens and salt that changes the numbers. Prefixes under `min_tokens` are not kept, and
     two snapshots of one prompt stand at least that far apart, except where the request asked for one.
@@ -84,7 +84,7 @@ class PrefixCache:
         self.pages: dict[int, CachedPage] = {}
         self.n_idle = 0  # pages without a user: all of them can be evicted
         self.dead: dict[Node, None] = {}  # leaves that no snapshot needs, oldest first
-        self.counts: Counter[str] = Counter()
+        self.counts = slots.counts
         slots.on_drop = self._forget
 
     # what a new sequence can reuse
@@ -204,11 +204,8 @@ class PrefixCache:
             if leaf is not None:
                 self._remove(leaf)
                 continue
-            oldest = self.slots.oldest()
-            if oldest is None:
+            if not self.slots.evict():
                 return False
-            self.counts["evicted_snapshots"] += 1
-            self.slots.drop(oldest)
         return True
 
     def check(self, users: Iterable[Sequence] = ()) -> None:

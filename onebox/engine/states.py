@@ -7,6 +7,7 @@ the forwards of their step. So an id may be handed on at once: whoever reads it 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,7 +71,8 @@ class Snapshot:
 class SnapshotSlots:
     """Slots 1..n_device on the device and 1..n_host in host memory, each filled with the most recently used snapshots.
 
-    `ops` is the queue that moves are appended to; `on_drop` hears of each snapshot that found no room any more.
+    `ops` is the queue that moves are appended to; `on_drop` hears of each snapshot that found no room any more,
+    `counts` of evictions and moves.
     """
 
     def __init__(self, n_device: int, n_host: int = 0) -> None:
@@ -79,7 +81,7 @@ class SnapshotSlots:
         self.on_host: dict[Snapshot, None] = {}
         self.ops: list[DeviceOp] = []
         self.on_drop: Callable[[Snapshot], None] = lambda snapshot: None
-        self.evictions = self.offloads = 0
+        self.counts: Counter[str] = Counter()
 
     def place(self, snapshot: Snapshot) -> bool:
         """Give a snapshot a device slot, loading it when it was on the host. False: every slot is pinned."""
@@ -90,6 +92,7 @@ class SnapshotSlots:
         if snapshot.host:
             self.ops.append(LoadState(snapshot.host, snapshot.device))
             self._leave_host(snapshot)
+            self.counts["loaded"] += 1
         return True
 
     def touch(self, snapshot: Snapshot) -> None:
@@ -98,9 +101,12 @@ class SnapshotSlots:
         del lru[snapshot]
         lru[snapshot] = None
 
-    def oldest(self) -> Snapshot | None:
-        """The snapshot to give up next: host ones were pushed out earlier than any on the device was used."""
-        return _first_free(self.on_host) or _first_free(self.on_device)
+    def evict(self) -> bool:
+        """Drop the snapshot that was not used for longest; those on the host went there first. False: none may go."""
+        oldest = _first_free(self.on_host) or _first_free(self.on_device)
+        if oldest is not None:
+            self._evict(oldest)
+        return oldest is not None
 
     def drop(self, snapshot: Snapshot) -> None:
         """Forget a snapshot."""
@@ -124,18 +130,20 @@ class SnapshotSlots:
         if not self.host.n_free:
             oldest = _first_free(self.on_host)
             if oldest is not None:
-                self.evictions += 1
-                self.drop(oldest)
+                self._evict(oldest)
         if not self.host.n_free:
-            self.evictions += 1
-            self.drop(snapshot)
+            self._evict(snapshot)
             return True
         [snapshot.host] = self.host.take(1)
         self.on_host[snapshot] = None
         self.ops.append(OffloadState(snapshot.device, snapshot.host))
         self._leave_device(snapshot)
-        self.offloads += 1
+        self.counts["offloaded"] += 1
         return True
+
+    def _evict(self, snapshot: Snapshot) -> None:
+        self.counts["evicted_snapshots"] += 1
+        self.drop(snapshot)
 
     def _leave_device(self, snapshot: Snapshot) -> None:
         self.device.give([snapshot.device])
