@@ -36,6 +36,7 @@ class EngineConfig:
     prefix_caching: bool = True
     snapshot_every: int = 2048
     snapshots: int | None = None
+    snapshot_host_gb: float = 0.0
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -56,6 +57,7 @@ class EngineConfig:
         )
         check(self.kv_gb is None or self.kv_gb > 0, "kv_gb", "above 0")
         check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
+        check(self.snapshot_host_gb >= 0, "snapshot_host_gb", "0 or more")
         check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")
 
     def resolve_device(self, *, cuda_available: bool) -> EngineConfig:

@@ -20,7 +20,7 @@ from tests.twins import make_twin
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = tmp_path_factory.mktemp("twin")
     make_twin(folder)
-    return EngineConfig(model=str(folder), draft_len=2, max_num_seqs=4)
+    return EngineConfig(model=str(folder), draft_len=2, max_num_seqs=4, prefix_caching=False)
 
 
 def ask(name: str, max_tokens: int = 20, prompt: tuple[int, ...] = (5, 6, 7)) -> Request:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from onebox.config import EngineConfig, cpu_threads
-from onebox.engine.graph_runner import GraphRunner
+from onebox.engine.graph_runner import GraphRunner, News
 from onebox.engine.pages import PAGE_SIZE, Pool, pages_for
+from onebox.engine.prefix import PrefixCache
 from onebox.engine.process import EngineInfo, EngineStats
 from onebox.engine.sampler import token_logprobs
 from onebox.engine.scheduler import Chunk, Scheduler
 from onebox.engine.sequence import Phase, Sequence
 from onebox.engine.speculate import accept, choose
+from onebox.engine.states import SnapshotSlots
 from onebox.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
-from onebox.ledger import Build, kv_bytes_per_token
+from onebox.ledger import Build, kv_bytes_per_token, state_bytes
 from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
 from onebox.request import FinishReason, Output, Request
@@ -28,6 +30,7 @@ from onebox.spec import Spec
 
 DEFAULT_DRAFT_LEN = 2
 CPU_KV_GB = 1.0
+CPU_SNAPSHOT_GB, CUDA_SNAPSHOT_GB = 0.25, 4.0
 CUDA_KV_SHARE = 0.8  # of the memory still free after the weights
 
 
@@ -60,18 +63,22 @@ class Engine:
         self.draft_len, self.max_model_len = draft_len, max_model_len
         self.eos_token_ids = eos_token_ids(Path(config.model), spec)
         n_pages = self._plan_pages(spec, model.mtp is not None)
+        n_snapshots, n_host = self._plan_snapshots(spec)
+        pages = Pool(n_pages)
         self.scheduler = Scheduler(
-            Pool(n_pages),
+            pages,
             Pool(config.max_num_seqs),
+            PrefixCache(pages, SnapshotSlots(n_snapshots, n_host)),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
+            snapshot_every=config.snapshot_every,
         )
         cache = Cache.allocate(
             spec,
             n_pages=1 + n_pages,
             n_slots=1 + config.max_num_seqs,
-            n_snapshots=0,
+            n_snapshots=1 + n_snapshots,
             window=1 + draft_len,
             dtype=model.dtype,
             device=model.device,
@@ -133,7 +140,7 @@ class Engine:
         """Drop a request and free what it holds now. Unknown or finished ids are ignored."""
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
-            self.scheduler.finish(sequence)
+            self.scheduler.cancel(sequence)
             self._count(cancelled=1)
 
     @property
@@ -145,13 +152,18 @@ class Engine:
         plan = self.scheduler.schedule()
         outputs: list[Output] = []
         with torch.inference_mode():
-            news: list[tuple[Sequence, int, Tensor]] = []
+            self.runner.move(plan.ops)
+            news: list[News] = []
             if plan.window:
                 news += self._step_window(plan.window, outputs)
             if plan.prefill:
                 news += self._step_prefill(plan.prefill, outputs)
             self.runner.draft(news)
-        self._count(steps=1)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.scheduler.finish(self.sequences.pop(output.request_id))
+        self.scheduler.settle(plan)
+        self._count(steps=1, finished=sum(o.finish_reason is not None for o in outputs))
         if self.config.debug:
             self.scheduler.check()
         return outputs
@@ -167,15 +179,14 @@ class Engine:
             pages_free=scheduler.pages.n_free,
             slots_free=scheduler.slots.n_free,
             preemptions=scheduler.preemptions,
+            prefix=dict(scheduler.prefix.counts),
         )
 
-    def _step_prefill(self, chunks: tuple[Chunk, ...], outputs: list[Output]) -> list[tuple[Sequence, int, Tensor]]:
+    def _step_prefill(self, chunks: tuple[Chunk, ...], outputs: list[Output]) -> list[News]:
         hidden = self.runner.prefill(chunks)
-        for c in chunks:
-            c.sequence.computed += c.n
-            c.sequence.pending = 0
-        self._count(prompt_tokens=sum(c.n for c in chunks))
         done = [i for i, c in enumerate(chunks) if c.last]
+        for c in chunks:
+            c.sequence.prefilled(c.n)
         if not done:
             return []
         logits = self.runner.model.logits(hidden[done])
@@ -183,33 +194,33 @@ class Engine:
         targets = choose(logits, [(s, []) for s in sequences])
         news = []
         for row, (i, s) in enumerate(zip(done, sequences, strict=True)):
+            if len(s.tokens) == s.prompt_len:  # not a preempted one's return
+                self._count(prompt_tokens=s.prompt_len, cached_tokens=s.cached_tokens)
             s.phase = Phase.DECODE
-            if self._settle(s, [targets[row]], logits[row, None], outputs):
-                news.append((s, 1, hidden[i, None]))
+            n = self._settle(s, 0, [targets[row]], logits[row, None], outputs)
+            news.append(News(s, n, hidden[i, None][:n]))
         return news
 
-    def _step_window(self, window: tuple[Sequence, ...], outputs: list[Output]) -> list[tuple[Sequence, int, Tensor]]:
+    def _step_window(self, window: tuple[Sequence, ...], outputs: list[Output]) -> list[News]:
         hidden = self.runner.window(window)
         logits = self.runner.model.logits(hidden)
         targets = choose(logits, [(s, s.drafts[:i]) for s in window for i in range(1 + len(s.drafts))])
         news, row = [], 0
         for s in window:
-            n = 1 + len(s.drafts)
-            tokens = accept(s.drafts, targets[row : row + n])
-            s.drafted += len(s.drafts)
+            rows = 1 + len(s.drafts)
+            tokens = accept(s.drafts, targets[row : row + rows])
+            s.drafted += rows - 1
             s.accepted += len(tokens) - 1
             for i in range(len(tokens) - 1):
                 s.accepted_per_pos[i] += 1
-            self._count(drafted_tokens=len(s.drafts), accepted_tokens=len(tokens) - 1)
-            s.computed += len(tokens)
-            s.pending, s.drafts = len(tokens), []
-            if self._settle(s, tokens, logits[row : row + n], outputs):
-                news.append((s, len(tokens), hidden[row : row + len(tokens)]))
-            row += n
+            self._count(drafted_tokens=rows - 1, accepted_tokens=len(tokens) - 1)
+            n = self._settle(s, len(tokens), tokens, logits[row : row + rows], outputs)
+            news.append(News(s, n, hidden[row : row + n]))
+            row += rows
         return news
 
-    def _settle(self, s: Sequence, tokens: list[int], logits: Tensor, outputs: list[Output]) -> bool:
-        """Append the step's tokens, report them, and finish the sequence when it is over. True: it goes on."""
+    def _settle(self, s: Sequence, n_rows: int, tokens: list[int], logits: Tensor, outputs: list[Output]) -> int:
+        """Append and report the step's tokens, of which `n_rows` rows of a window stand. Gives how many were kept."""
         reason: FinishReason | None = None
         stop_token: int | None = None
         said = len(s.tokens) - s.prompt_len
@@ -217,7 +228,7 @@ class Engine:
             if token in s.stop_ids and said + i >= s.request.params.min_tokens:
                 reason, stop_token, tokens = "stop", token, tokens[:i]
                 break
-        s.tokens += tokens
+        s.verified(n_rows, tokens)
         if reason is None and len(s.tokens) >= s.max_len:
             reason = "length"
         n_top = s.request.params.logprobs
@@ -231,18 +242,24 @@ class Engine:
                 finish_reason=reason,
                 stop_token=stop_token,
                 prompt_tokens=s.prompt_len,
+                cached_tokens=s.cached_tokens,
                 drafted=s.drafted,
                 accepted=s.accepted,
                 accepted_per_pos=tuple(s.accepted_per_pos),
             )
         )
         self._count(generated_tokens=len(tokens))
-        if reason is None:
-            return True
-        self.scheduler.finish(s)
-        del self.sequences[s.request.id]
-        self._count(finished=1)
-        return False
+        return len(tokens)
+
+    def _plan_snapshots(self, spec: Spec) -> tuple[int, int]:
+        """Snapshots on the device and on the host; none without a prefix cache."""
+        config = self.config
+        if not config.prefix_caching:
+            return 0, 0
+        each = state_bytes(spec) or 1.0
+        budget = CPU_SNAPSHOT_GB if config.device == "cpu" else CUDA_SNAPSHOT_GB
+        n = config.snapshots if config.snapshots is not None else min(max(int(budget * 1e9 / each), 4), 256)
+        return n, int(config.snapshot_host_gb * 1e9 / each)
 
     def _plan_pages(self, spec: Spec, mtp: bool) -> int:
         """KV pages: what all slots could use, within the budget. Raises ConfigError when not even one request fits."""

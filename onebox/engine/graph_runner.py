@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,18 @@ from onebox.engine.pages import PAGE_SIZE, pages_for
 from onebox.engine.sampler import SamplingRows, sample
 from onebox.engine.scheduler import Chunk
 from onebox.engine.sequence import Sequence
+from onebox.engine.states import CopyPage, DeviceOp, LoadState, OffloadState, RestoreState, SaveState
 from onebox.model.cache import Cache
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
+
+
+class News(NamedTuple):
+    """The `n` newest tokens of a sequence and the hidden states of the positions before them."""
+
+    sequence: Sequence
+    n: int
+    hidden: Tensor  # [n, H]
 
 
 class GraphRunner:
@@ -21,6 +31,7 @@ class GraphRunner:
 
     def __init__(self, model: Qwen35, cache: Cache) -> None:
         self.model, self.cache = model, cache
+        self.host: dict[int, list[Tensor]] = {}  # snapshots pushed out of device memory
 
     def prefill(self, chunks: Seq[Chunk]) -> Tensor:
         """Compute the chunks, main model and drafter. Gives the hidden state of each chunk's last row [B, H]."""
@@ -40,13 +51,29 @@ class GraphRunner:
         self.model.store_hidden(hidden, batch, self.cache)
         return hidden
 
-    def draft(self, news: Seq[tuple[Sequence, int, Tensor]]) -> None:
-        """Fill `drafts` of each sequence. `news` gives (sequence, number of newest tokens n, hidden [n, H]).
+    def move(self, ops: Seq[DeviceOp]) -> None:
+        """Run device operations in order."""
+        cache = self.cache
+        for op in ops:
+            match op:
+                case CopyPage(src, dst):
+                    cache.copy_page(src, dst)
+                case SaveState(slot, commit, snapshot):
+                    cache.save_state(slot, commit, snapshot)
+                case RestoreState(snapshot, slot):
+                    cache.restore_state(snapshot, slot)
+                case OffloadState(snapshot, host):
+                    self.host[host] = cache.snapshot_to_host(snapshot)
+                case LoadState(host, snapshot):
+                    cache.snapshot_from_host(self.host.pop(host), snapshot)
 
-        The hidden states are those of the positions before the n newest tokens. Their drafter entries are written on
-        the way; a further pass for each draft reads the drafter's own output.
+    def draft(self, news: Seq[News]) -> None:
+        """Fill `drafts` of each sequence, and write the drafter's entries of its newest tokens.
+
+        That is done for sequences that just ended too, whose pages may live on in the prefix cache. Each further draft
+        is a pass over the drafter's own output.
         """
-        news = [item for item in news if item[0].n_drafts > 0]
+        news = [item for item in news if item.sequence.draft_len and item.n]
         if not news:
             return
         rows = [(s, len(s.tokens) - n, s.tokens[-n:]) for s, n, _ in news]
@@ -55,17 +82,18 @@ class GraphRunner:
         sequences = [s for s, _, _ in news]
         for s in sequences:
             s.drafts = []
-        for i in range(passes):
+        for i in range(1 + passes):
             batch = self._batch(rows, window=True)
             hidden = self.model.draft_forward(batch, hidden, self.cache)[batch.query_start[1:] - 1]
-            drafts = self._choose(self.model.logits(hidden), sequences)
-            for s, token in zip(sequences, drafts, strict=True):
-                s.drafts.append(token)
-            keep = [j for j, s in enumerate(sequences) if s.n_drafts > i + 1]
+            keep = [j for j, s in enumerate(sequences) if s.n_drafts > i]
             if not keep:
                 break
             sequences = [sequences[j] for j in keep]
             hidden = hidden[keep]
+            for s, token in zip(sequences, self._choose(self.model.logits(hidden), sequences), strict=True):
+                s.drafts.append(token)
+            if i + 1 == passes:
+                break
             rows = [(s, len(s.tokens) + i, [s.drafts[i]]) for s in sequences]
 
     def _choose(self, logits: Tensor, sequences: Seq[Sequence]) -> list[int]:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import queue
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,6 +55,7 @@ class EngineStats:
     preemptions: int = 0
     finished: int = 0
     cancelled: int = 0
+    prefix: Mapping[str, int] = field(default_factory=dict)  # lookups, hits, misses by reason, evictions
 
 
 class EngineClient(Protocol):
