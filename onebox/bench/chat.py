@@ -62,12 +62,14 @@ def key_value_items(tokenizer: Tokenizer, n_tokens: int, n: int, seed: int = 0) 
     return items
 
 
-def score(engine: Engine, tokenizer: Tokenizer, items: Sequence[Item], max_tokens: int) -> Score:
-    """Answer all items greedily, without thinking."""
+def score(
+    engine: Engine, tokenizer: Tokenizer, items: Sequence[Item], max_tokens: int, *, thinking: bool = False
+) -> Score:
+    """Answer all items greedily."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     prompt_tokens = 0
     for i, item in enumerate(items):
-        text = tokenizer.render([{"role": "user", "content": item.question}], options={"enable_thinking": False})
+        text = tokenizer.render([{"role": "user", "content": item.question}], options={"enable_thinking": thinking})
         ids = tuple(tokenizer.encode(text))
         prompt_tokens += len(ids)
         engine.add(Request(str(i), ids, params))
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=20)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--thinking", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for model in args.models:
@@ -107,7 +110,7 @@ def main() -> None:
         for size in args.key_values:
             sets[f"key-values-{size}"] = key_value_items(tokenizer, size, args.n)
         for name, items in sets.items():
-            s = score(engine, tokenizer, items, args.max_tokens)
+            s = score(engine, tokenizer, items, args.max_tokens, thinking=args.thinking)
             checked = any(item.answer for item in items)
             reach = [rounded(r, 3) for r in s.reach]
             found = f"right {s.right:.3f} of {len(items)}  " if checked else ""

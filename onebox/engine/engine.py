@@ -210,10 +210,7 @@ class Engine:
             rows = 1 + len(s.drafts)
             tokens = accept(s.drafts, targets[row : row + rows])
             s.drafted += rows - 1
-            s.accepted += len(tokens) - 1
-            for i in range(len(tokens) - 1):
-                s.accepted_per_pos[i] += 1
-            self._count(drafted_tokens=rows - 1, accepted_tokens=len(tokens) - 1)
+            self._count(drafted_tokens=rows - 1)
             n = self._settle(s, len(tokens), tokens, logits[row : row + rows], outputs)
             news.append(News(s, n, hidden[row : row + n]))
             row += rows
@@ -228,6 +225,10 @@ class Engine:
             if token in s.stop_ids and said + i >= s.request.params.min_tokens:
                 reason, stop_token, tokens = "stop", token, tokens[:i]
                 break
+        kept = min(max(n_rows - 1, 0), len(tokens))  # drafts behind a stop are not kept
+        s.accepted += kept
+        for i in range(kept):
+            s.accepted_per_pos[i] += 1
         s.verified(n_rows, tokens)
         if reason is None and len(s.tokens) >= s.max_len:
             reason = "length"
@@ -248,7 +249,7 @@ class Engine:
                 accepted_per_pos=tuple(s.accepted_per_pos),
             )
         )
-        self._count(generated_tokens=len(tokens))
+        self._count(generated_tokens=len(tokens), accepted_tokens=kept)
         return len(tokens)
 
     def _plan_snapshots(self, spec: Spec) -> tuple[int, int]:

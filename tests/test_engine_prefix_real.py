@@ -1,0 +1,146 @@
+"""The prefix cache over a real model: a warm answer equals a cold one, whatever was shared, evicted or drafted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from onebox.config import EngineConfig
+from onebox.engine.engine import Engine
+from onebox.request import Output, Request, SamplingParams
+from tests.twins import make_twin
+
+PAGE_GB = 64 * 2 * 2 * 2 * 32 * 4 / 1e9  # main layer and drafter, K and V, two heads of 32, fp32
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("twin")
+    make_twin(folder)
+    return str(folder)
+
+
+def text(n: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 300) for _ in range(n))
+
+
+def ask(engine: Engine, prompts: list[tuple[int, ...]], max_tokens: int = 12) -> list[tuple[list[int], Output]]:
+    """Answer all prompts together; gives tokens and the last Output of each."""
+    said: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    last: dict[str, Output] = {}
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), prompt, params))
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id] += output.tokens
+            last[output.request_id] = output
+        engine.scheduler.check()
+    return [(said[str(i)], last[str(i)]) for i in range(len(prompts))]
+
+
+def cold(twin: str, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]:
+    return ask(Engine(EngineConfig(model=twin, draft_len=0, prefix_caching=False)), [prompt], max_tokens)[0][0]
+
+
+@pytest.mark.parametrize("k", range(5))
+def test_a_repeated_prompt_of_any_length_is_a_hit_and_says_the_same(twin: str, k: int) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=k))
+    for n in (65, 127, 128, 129, 200):
+        prompt = text(n, seed=n)
+        want = cold(twin, prompt)
+        first, again = (ask(engine, [prompt])[0] for _ in range(2))
+        assert first[0] == want and first[1].cached_tokens == 0
+        assert again[0] == want and again[1].cached_tokens == n - 1
+
+
+def test_drafts_after_a_hit_are_as_good_as_cold_ones(twin: str) -> None:
+    """The drafter's entries of a restored prefix are those of a cold run: acceptance is the same to the draft."""
+    prompt = text(150)
+    engine = Engine(EngineConfig(model=twin, draft_len=3))
+    first, again = (ask(engine, [prompt], 60)[0] for _ in range(2))
+    assert again[1].cached_tokens == 149
+    assert (first[1].drafted, first[1].accepted_per_pos) == (again[1].drafted, again[1].accepted_per_pos)
+
+
+def test_a_chat_goes_on_from_its_own_answers(twin: str) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2))
+    history = text(100)
+    for turn in range(6):
+        want = cold(twin, history, 20)
+        answer, last = ask(engine, [history], 20)[0]
+        assert answer == want
+        if turn:
+            assert last.cached_tokens >= before - 1  # all but the last token, which was never fed
+        before = len(history) + len(answer)
+        history = history + tuple(answer) + text(30, seed=turn)
+
+
+@pytest.mark.parametrize("at", [70, 128, 137])
+def test_the_third_to_diverge_at_a_point_hits_there(twin: str, at: int) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2))
+    prompts = [text(at) + text(60, seed=i) for i in (1, 2, 3)]
+    prompts = [
+        p if p[at] not in [q[at] for q in prompts[:i]] else p[:at] + (299 - i,) + p[at + 1 :]
+        for i, p in enumerate(prompts)
+    ]
+    results = [ask(engine, [p])[0] for p in prompts]
+    assert [tokens for tokens, _ in results] == [cold(twin, p) for p in prompts]
+    assert results[2][1].cached_tokens == at
+
+
+@pytest.mark.parametrize("n_pages", [400, 22])
+def test_thirty_two_requests_at_eight_with_shared_prefixes_equal_cold_answers(twin: str, n_pages: int) -> None:
+    rng = random.Random(5)
+    prompts = [text(rng.choice([90, 150]), seed=rng.randrange(3)) + text(rng.randint(1, 40), seed=i) for i in range(32)]
+    want = {p: cold(twin, p, 16) for p in prompts}
+    engine = Engine(
+        EngineConfig(
+            model=twin, draft_len=3, max_num_seqs=8, max_model_len=512, kv_gb=n_pages * PAGE_GB * 1.01,
+            snapshots=6 if n_pages == 22 else None, snapshot_host_gb=1e-4 if n_pages == 22 else 0.0,
+        )
+    )  # fmt: skip
+    assert engine.scheduler.pages.total <= n_pages
+    for _ in range(2):
+        assert [tokens for tokens, _ in ask(engine, prompts, 16)] == [want[p] for p in prompts]
+    counts = engine.stats().prefix
+    assert counts["hits"] > 0
+    if n_pages == 22:
+        assert counts["evicted_pages"] > 0
+        assert engine.scheduler.prefix.slots.offloads > 0
+
+
+def test_different_salts_share_nothing(twin: str) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2))
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    cached = []
+    for name, salt in [("a", "x"), ("b", "y"), ("c", "x")]:
+        engine.add(Request(name, text(100), params, cache_salt=salt))
+        while engine.has_work:
+            cached += [o.cached_tokens for o in engine.step() if o.finish_reason]
+    assert cached == [0, 0, 99]
+
+
+def test_a_cancelled_answer_leaves_what_it_computed(twin: str) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2))
+    prompt = text(130)
+    engine.add(Request("x", prompt, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)))
+    said: list[int] = []
+    for _ in range(6):
+        for output in engine.step():
+            said += output.tokens
+    engine.cancel("x")
+    answer, last = ask(engine, [prompt + tuple(said)])[0]
+    assert last.cached_tokens == len(prompt) + len(said) - 1
+    assert answer == cold(twin, prompt + tuple(said))
+
+
+def test_the_bundled_model_hits_and_says_the_same() -> None:
+    tiny = str(Path(__file__).parent.parent / "onebox" / "models" / "tiny")
+    engine = Engine(EngineConfig(model=tiny, draft_len=2))
+    first, again = (ask(engine, [text(300)], 20)[0] for _ in range(2))
+    assert again[0] == first[0] == cold(tiny, text(300), 20)
+    assert again[1].cached_tokens == 299
