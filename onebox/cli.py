@@ -347,6 +347,43 @@ def chat(
         terminal.chat(here, lines, model=name, system=system, **params)
 
 
+@app.command()
+def compress(
+    file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")] = "-",
+    rate: Annotated[float | None, typer.Option(help="Output over input tokens; 0.5 if no target is given.")] = None,
+    target_tokens: Annotated[
+        int | None, typer.Option(help="Never more tokens than this, and within 5 % of it.")
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="Keep what helps to answer this; not added to the output.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="auto, llmlingua, longllmlingua or llmlingua2.")] = "auto",
+    model: Annotated[str | None, typer.Option(help="Scorer of the methods other than auto: folder or id.")] = None,
+    html: Annotated[str | None, typer.Option(help="Write a heat map of what stayed and why.")] = None,
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="One JSON object a line with a field 'prompt'.")] = False,
+) -> None:
+    """Shorten a prompt: text in, shorter text out; the summary goes to stderr."""
+    from onebox.prompt import command
+
+    if rate is None and target_tokens is None:
+        rate = 0.5
+    compressor = command.build_compressor(method, model)
+    options = {"rate": rate, "target_tokens": target_tokens, "question": question}
+    try:
+        text = sys.stdin.read() if file == "-" else open(file, encoding="utf-8", newline="").read()  # noqa: SIM115
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: cannot be read as UTF-8 text ({e}).") from e
+    if jsonl:
+        for line in command.compress_lines(text.splitlines(), compressor, **options):
+            typer.echo(line)
+        return
+    result, summary = command.compress_text(text, compressor, **options)
+    sys.stdout.write(result.text)
+    if html:
+        command.write_html(result, html)
+    say(summary)
+
+
 def typed_lines() -> Iterator[str]:
     """What the user types, or what is piped in, until it ends."""
     interactive = sys.stdin.isatty()

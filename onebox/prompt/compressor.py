@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -29,7 +29,7 @@ _ROLE_POLICY = {"system": "keep", "developer": "keep", "user": "compress", "assi
 
 @dataclass(frozen=True)
 class CompressedPrompt:
-    """`status` is `unchanged` if the input already fits, `protected` if protected spans kept the rate from being met."""
+    """`status`: `unchanged` if the input already fits, `protected` if protected spans kept the rate from being met."""
 
     text: str
     messages: list[dict[str, Any]] | None
@@ -105,7 +105,10 @@ class Compressor:
                 raise PromptError(f"roles[{role!r}]: unknown policy {policy!r}; use keep or compress")
         self.method, self.order, self.dynamic = method, order, dynamic
         self.scorer: Scorer = scorer or StatisticScorer()
-        self.ranker: Ranker = ranker or (LikelihoodRanker(self.scorer) if method == "longllmlingua" else Bm25Ranker())
+        own: Ranker = Bm25Ranker()
+        if method == "longllmlingua":
+            own = LikelihoodRanker(self.scorer)
+        self.ranker = ranker or own
         self.options = Options(resolve_policies(policies), tuple(force_tokens), keep_digits, keep_rules)
         self.roles = {**_ROLE_POLICY, **(roles or {})}
 
@@ -130,8 +133,8 @@ class Compressor:
         tokenizer: Any | None = None,
         append_question: bool = True,
     ) -> CompressedPrompt:
-        """Exactly one of prompt, documents, messages. `rate` is output over input tokens; `target_tokens` is a bound that
-        is met within 5 % and never passed; `max_tokens` alone leaves a prompt that fits as it is.
+        """Exactly one of prompt, documents, messages. `rate` is output over input tokens; `target_tokens` is met
+        within 5 % and never passed; `max_tokens` alone leaves a prompt that fits as it is.
 
         The text is instruction, documents and question, each only if given. Raises PromptError.
         """
@@ -355,8 +358,6 @@ class Compressor:
 
 
 def _protected(piece: Piece) -> Piece:
-    from dataclasses import replace
-
     return replace(piece, keep=True, drop=False, rule="protected part")
 
 

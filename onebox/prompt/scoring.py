@@ -117,7 +117,8 @@ class TokenScores:
 class Scorer(Protocol):
     """Anything that scores spans of texts; `prefixes` are read before each text and not scored."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def score(self, texts: Sequence[str], *, prefixes: Sequence[str] | None = None) -> list[TokenScores]: ...
 
@@ -125,7 +126,8 @@ class Scorer(Protocol):
 class Ranker(Protocol):
     """Relevance of each document to a question; higher is better."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]: ...
 

@@ -139,8 +139,7 @@ _SCAN = regex.compile(
     r"|[\w.@-]{1,200}(?:/[\w.@-]{1,200}){1,40}\.\w{1,8}\b))"
     r"|(?P<identifier>(?<![\w-])--?[A-Za-z][\w-]{0,60}(?:=[^\s]{1,200})?"
     r"|[@#]" + _W + r"{1,100}|\$[A-Za-z_]" + _W + r"{0,100}|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
-    r"|\b[\p{Latin}_]" + _W + r"{0,100}(?:(?:[._:/-]|::|->)" + _W + r"{1,100}){1,20}(?:\(\))?"
-    r"(?<=(?:[\d_(]|[.:]" + _W + r"{1,100}|->" + _W + r"{1,100}).{0,0})"
+    r"|\b[\p{Latin}_]" + _W + r"{0,100}+(?:(?:::|->|[._:/-])" + _W + r"{1,100}+){1,20}+(?:\(\))?"
     r"|\b\p{Latin}{1,20}[-_]?\d(?:" + _W + r"|-(?=" + _W + r")){0,60}|\b" + _W + r"{1,60}_" + _W + r"{1,60}(?:\(\))?"
     r"|\b\p{Ll}{1,40}\p{Lu}" + _W + r"{0,60}(?:\(\))?)"
     r"|(?P<number>(?:(?:US|C|A|HK)?[$€£¥₹₩₽]|\b(?:USD|EUR|GBP|JPY|CNY|CHF|RMB|Rs\.?)\s?)\s?-?" + _NUM + r"(?:\s?"
@@ -420,16 +419,11 @@ def _bind_operators(text: str, pieces: list[Piece]) -> None:
             while last < n and pieces[last].bond == operand.bond:
                 last += 1
         bond = pieces[first].bond
-        members = {piece.bond for piece in pieces[first:last]}
         if bond in (operand.bond,) and last - first == 1:
             index = last
             continue
         for position in range(first, last):
             pieces[position] = replace(pieces[position], bond=bond, rule="operator with operand")
-        back = first - 1
-        while back >= 0 and pieces[back].bond in members:
-            pieces[back] = replace(pieces[back], bond=bond)
-            back -= 1
         for position in range(last, min(last + 40, n)):  # the rest of the clause is the operator's scope
             piece = pieces[position]
             if piece.kind in ("end", "sep") or piece.sentence != pieces[first].sentence:

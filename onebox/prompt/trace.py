@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,6 @@ class Trace:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        where: dict[tuple[int, int], int] = {}
-        for piece in self.slices:
-            where[(piece.part, piece.start)] = piece.out
         spans = []
         by_part: list[list[Slice]] = [[] for _ in self.parts]
         for item in self.slices:
@@ -158,13 +156,12 @@ class Trace:
         touched = [s for s in self.slices if s.out < end and s.out + s.end - s.start > start]
         if not touched or len({s.part for s in touched}) > 1 or touched[0].part < 0:
             return None
-        gaps = [b.start - a.end for a, b in zip(touched, touched[1:], strict=False)]
+        gaps = [b.start - a.end for a, b in pairwise(touched)]
         if any(gap > max_gap * 8 for gap in gaps):
             return None
         first, last = touched[0], touched[-1]
-        return self.parts[first.part][
-            first.start + max(0, start - first.out) : last.start + min(end - last.out, last.end - last.start)
-        ]
+        head = first.start + max(0, start - first.out)
+        return self.parts[first.part][head : last.start + min(end - last.out, last.end - last.start)]
 
 
 def restore_parts(output: str, trace: dict[str, Any]) -> list[str]:
