@@ -65,7 +65,7 @@ def assemble(
     order: Sequence[int],
     separator: str,
 ) -> tuple[str, list[Slice]]:
-    """Output text and where each stretch came from. Between two kept pieces the strongest whitespace of the gap stays."""
+    """Output text and where each stretch came from. Of the whitespace between two kept pieces the strongest stays."""
     out: list[str] = []
     slices: list[Slice] = []
     length = 0
@@ -132,7 +132,7 @@ def select(
     count: Counter,
     separator: str,
 ) -> Selection:
-    """Highest priorities first until the budget is full. Raises nothing: `tokens` > budget means the floor is above it."""
+    """Highest priorities first until the budget is full. `tokens` above the budget: the floor alone is."""
     flat = [piece for row in pieces for piece in row]
     n = len(flat)
     bonds, bond_of = np.unique(np.array([piece.bond for piece in flat], dtype=np.int64), return_inverse=True)

@@ -125,7 +125,8 @@ class Trace:
             title = self.sources[part] + ("" if rank is None else f" · rank {rank + 1}")
             rows.append(f"<h2>{html.escape(title)}</h2><pre>{''.join(cells)}</pre>")
         return (
-            '<!doctype html><meta charset="utf-8"><title>Compression</title><style>body{font:15px/1.6 system-ui;max-width:60rem;'
+            '<!doctype html><meta charset="utf-8"><title>Compression</title><style>'
+            "body{font:15px/1.6 system-ui;max-width:60rem;"
             "margin:2rem auto;padding:0 1rem}pre{white-space:pre-wrap;font:inherit}b{font-weight:400;border-radius:3px}"
             "s{color:#9ca3af}h2{font-size:1rem;margin:1.5rem 0 .3rem}</style>"
             "<p>Shaded: kept, darker for a higher score. Struck through: dropped. Hover for the reason.</p>"
