@@ -9,11 +9,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Protocol
 
 from onebox.config import EngineConfig
-from onebox.errors import EngineUnavailableError, OneboxError
+from onebox.errors import EngineUnavailableError, OneboxError, RequestError
 from onebox.request import Output, Request
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ class ThreadEngine:
         self._engine: Engine | None = None
         self._thread: Thread | None = None
         self._commands: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[str, Callable[[Output | OneboxError], None]] = {}  # touched by the engine's thread alone
+        self._sinks: dict[str, Callable[[Output | OneboxError], None]] = {}
+        self._lock = Lock()  # of _sinks and _failure
         self._failure: EngineUnavailableError | None = EngineUnavailableError("The engine has not started.")
         self._step_began_s: float | None = None
 
@@ -139,8 +140,6 @@ class ThreadEngine:
             await asyncio.to_thread(self._thread.join)
 
     async def generate(self, request: Request) -> AsyncIterator[Output]:
-        if self._failure is not None:
-            raise self._failure
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Output | OneboxError] = asyncio.Queue()
 
@@ -148,23 +147,20 @@ class ThreadEngine:
             with suppress(RuntimeError):  # the loop may have closed under a request
                 loop.call_soon_threadsafe(outputs.put_nowait, item)
 
-        self._commands.put(lambda engine: self._add(engine, request, sink))
+        with self._lock:  # either the engine's end finds this sink, or this finds the engine ended
+            if self._failure is not None:
+                raise self._failure
+            if request.id in self._sinks:
+                raise RequestError(f"Request id {request.id!r} is in use.", param="request_id")
+            self._sinks[request.id] = sink
+        self._commands.put(lambda engine: self._add(engine, request))
         ended = False
         try:
-            # an add that lost the race against the engine's end is answered by nobody else
             while not ended:
-                if self._failure is not None and outputs.empty():
-                    await asyncio.sleep(0.05)
-                    if outputs.empty():
-                        raise self._failure
-                try:
-                    item = await asyncio.wait_for(outputs.get(), timeout=1.0)
-                except TimeoutError:
-                    continue
+                item = await outputs.get()
+                ended = isinstance(item, OneboxError) or item.finish_reason is not None
                 if isinstance(item, OneboxError):
-                    ended = True
                     raise item
-                ended = item.finish_reason is not None
                 yield item
         finally:
             if not ended:
@@ -184,18 +180,17 @@ class ThreadEngine:
             while self._obey(engine):
                 self._step_began_s = time.monotonic()
                 for output in engine.step():
-                    sink = (
-                        self._sinks.pop(output.request_id) if output.finish_reason else self._sinks[output.request_id]
-                    )
-                    sink(output)
+                    self._tell(output.request_id, output, last=output.finish_reason is not None)
                 self._step_began_s = None
         except Exception:
             logger.exception("the engine failed in a step")
             error = EngineUnavailableError("The engine failed and ended; its log says why. Restart the server.")
-        self._failure, self._step_began_s = error, None
-        for sink in self._sinks.values():
+        self._step_began_s = None
+        with self._lock:
+            self._failure = error
+            sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
             sink(error)
-        self._sinks.clear()
 
     def _obey(self, engine: Engine) -> bool:
         """Run waiting commands; block for one when there is no work. False: stop."""
@@ -208,14 +203,19 @@ class ThreadEngine:
                 return False
             command(engine)
 
-    def _add(self, engine: Engine, request: Request, sink: Callable[[Output | OneboxError], None]) -> None:
+    def _add(self, engine: Engine, request: Request) -> None:
         try:
             engine.add(request)
         except OneboxError as e:
-            sink(e)
-        else:
-            self._sinks[request.id] = sink
+            self._tell(request.id, e, last=True)
 
     def _cancel(self, engine: Engine, request_id: str) -> None:
-        self._sinks.pop(request_id, None)
+        with self._lock:
+            self._sinks.pop(request_id, None)
         engine.cancel(request_id)
+
+    def _tell(self, request_id: str, item: Output | OneboxError, *, last: bool) -> None:
+        with self._lock:
+            sink = self._sinks.pop(request_id, None) if last else self._sinks.get(request_id)
+        if sink is not None:
+            sink(item)
