@@ -19,7 +19,7 @@ def build_compressor(method: str, model: str | None) -> Compressor:
         scorer = (
             ClassifierScorer.from_pretrained(model) if method == "llmlingua2" else CausalScorer.from_pretrained(model)
         )
-    elif method not in ("auto",):
+    elif method in ("llmlingua", "longllmlingua", "llmlingua2"):
         raise PromptError(f"--method {method}: needs --model, a folder or id; --method auto needs none")
     return Compressor(method, scorer=scorer)  # type: ignore[arg-type]  # Compressor refuses unknown names
 
