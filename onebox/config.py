@@ -64,7 +64,7 @@ class EngineConfig:
         """The same config with `device` and `dtype` made definite: fp32 arithmetic on a CPU, bf16 on a GPU."""
         device = self.device if self.device != "auto" else ("cuda" if cuda_available else "cpu")
         if device.startswith("cuda") and not cuda_available:
-            raise ConfigError(f"device {device!r}: no CUDA device is visible; use --device cpu or check 'onebox doctor'.")
+            raise ConfigError(f"device {device!r}: no CUDA device is visible here; use --device cpu.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         return replace(self, device=device, dtype=dtype)
 

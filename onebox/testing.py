@@ -63,7 +63,7 @@ class FakeEngine:
         return self.is_alive
 
     def stats(self) -> EngineStats:
-        return EngineStats(**self._counts)
+        return EngineStats(**self._counts, prefix={})
 
     def _count(self, **changes: int) -> None:
         for name, change in changes.items():

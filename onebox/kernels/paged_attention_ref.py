@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +32,7 @@ def paged_attention_ref(
     [query_start[b], query_start[b+1]). Gives [T, H, D]. A row with no entry to attend to gives zeros.
     """
     out = torch.zeros_like(q)
-    for b, (start, end) in enumerate(zip(query_start[:-1], query_start[1:], strict=True)):
+    for b, (start, end) in enumerate(pairwise(query_start)):
         if start == end:
             continue
         length = int(positions[end - 1]) + 1  # positions rise within a sequence
