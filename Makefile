@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 
-.PHONY: serve test lint install
+.PHONY: serve test test-all install
 
 serve: $(VENV)/.installed
 	$(BIN)/onebox serve --port $(PORT)
@@ -16,6 +16,9 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+test-all: test
+	$(BIN)/python -m pytest -m 'slow and not gpu and not browser' --timeout=900
 
 install: $(VENV)/.installed
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onebox
-from onebox.config import EngineConfig
+from onebox.config import EngineConfig, share_cores
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
@@ -414,6 +414,7 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted."""
+    share_cores()
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args or ["--help"], standalone_mode=False)
