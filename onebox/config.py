@@ -82,7 +82,7 @@ def cpu_threads() -> int:
 def share_cores() -> None:
     """Let CPU threads sleep while they wait; to be called before torch is loaded.
 
-    By default they spin, and beside another busy process a decode step of the bundled model then takes 160 ms instead of
-    60 (two cores).
+    By default they spin: beside another busy process on two cores, a decode step of the bundled model then takes 160 ms
+    instead of 60.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
