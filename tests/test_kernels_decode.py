@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from kernels_common import DEVICE, DTYPE, assert_close, make_weight, rows
 
-from onebox.kernels import linear
-from onebox.kernels.gated_delta_ref import WindowState
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
-from onebox.kernels.weights import Weight
+from onebox.kernels.weights import Weight, tensors
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights
 from onebox.model.cache import Cache
-from onebox.model.decode import DecodeLayer, Window, decode_layers, pack
+from onebox.model.decode import MAX_ROWS, Fused, merge, pack, parts
 from onebox.model.gated_delta import GatedDeltaWeights
 from onebox.model.layers import MlpWeights, Rope
 from onebox.model.moe import MoeWeights
+from onebox.model.mtp import MtpWeights
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
 from onebox.spec import Spec
@@ -46,6 +45,7 @@ SPEC = Spec.from_config(
         "moe_intermediate_size": I,
         "shared_expert_intermediate_size": I,
         "max_position_embeddings": 1024,
+        "mtp_num_hidden_layers": 1,
     }
 )
 
@@ -93,7 +93,13 @@ def model(dense: str) -> Qwen35:
         layers=tuple(block(kind, dense, 100 * i) for i, kind in enumerate(SPEC.layer_types)),
         norm=rows(H, seed=91, scale=0.1),
         head=rows(64, H, seed=92),
-        mtp=None,
+        mtp=MtpWeights(
+            fc=make_weight(dense, H, 2 * H, seed=93),
+            embedding_norm=rows(H, seed=94, scale=0.1),
+            hidden_norm=rows(H, seed=95, scale=0.1),
+            block=block("full_attention", dense, 700),
+            norm=rows(H, seed=96, scale=0.1),
+        ),
         rope=Rope.from_spec(SPEC, DEVICE),
         dtype=DTYPE,
         device=DEVICE,
@@ -119,37 +125,62 @@ def batch(context: int, width: int, commit: int, seed: int, sequences: int = 2) 
     return Batch(*(t.to(DEVICE) for t in tensors), window=context > 0, max_query=width, max_context=context + width)
 
 
-def through_kernels(m: Qwen35, layers: list[DecodeLayer], b: Batch, cache: Cache) -> torch.Tensor:
-    space = linear.Workspace.allocate(1 << 22, DEVICE)
-    window = Window(
-        b.positions, b.query_start, b.context_len, b.page_table, b.kv_slot, b.state_slot, b.commit, b.max_query
-    )
-    states = [WindowState(**{f.name: getattr(s, f.name) for f in fields(s)}) for s in cache.gdn]
-    h = linear.embed(b.tokens, m.embedding, layers[0].mixer_norm)
-    rope = m.rope.tables(b.positions, m.dtype)
-    return decode_layers(h, layers, m.norm, window, states, cache.kv, rope, SPEC, space)
+def fused(m: Qwen35) -> Qwen35:
+    """The same model with its windows through the kernels."""
+    pairs = [merge(each) for each in m.layers]
+    half = None
+    if m.mtp is not None:
+        drafter, half = merge(m.mtp.block)
+        m = replace(m, mtp=replace(m.mtp, block=drafter))
+    m = replace(m, layers=tuple(views for views, _ in pairs))
+    m = replace(m, fused=Fused.of(m, [layer for _, layer in pairs], half))
+    assert m.fused is not None
+    return m
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dense", ["int4", "fp8"])
 def test_windows_after_a_prompt_equal_the_reference_path(dense: str) -> None:
     m = model(dense)
-    layers = [packed for packed in map(pack, m.layers) if packed is not None]
-    assert len(layers) == 2
+    kernels = fused(m)
     caches = [
-        Cache.allocate(SPEC, n_pages=5, n_slots=3, n_snapshots=0, window=3, dtype=DTYPE, device=DEVICE, mtp=False)
+        Cache.allocate(SPEC, n_pages=5, n_slots=3, n_snapshots=0, window=3, dtype=DTYPE, device=DEVICE, mtp=True)
         for _ in range(2)
     ]
-    for cache in caches:
-        m.forward(batch(0, 62, 0, seed=1), cache)
+    for each, cache in zip((m, kernels), caches, strict=True):
+        each.forward(batch(0, 62, 0, seed=1), cache)
     context, commit = 62, 0
     for step, width in enumerate((3, 1, 2)):  # a window, all of it kept; one row; two rows over a page edge
         b = batch(context, width, commit, seed=5 + step)
-        want, got = m.forward(b, caches[0]), through_kernels(m, layers, b, caches[1])
+        want, got = m.forward(b, caches[0]), kernels.forward(b, caches[1])
         assert_close(got, want, 1e-2)
+        assert_close(kernels.logits(got), m.logits(want), 1e-2)
+        assert_close(kernels.draft_forward(b, got, caches[1]), m.draft_forward(b, want, caches[0]), 1e-2)
         for a, c in zip(caches[1].gdn, caches[0].gdn, strict=True):
             assert_close(a.s[1:], c.s[1:], 1e-2)
         context, commit = context + width, width
+
+
+def test_merged_weights_are_in_memory_once() -> None:
+    m = fused(model("int4"))
+    assert m.fused is not None
+    for views, packed in zip(m.layers, m.fused.layers, strict=True):
+        whole = {t.untyped_storage().data_ptr() for t in tensors(packed.project).values()}
+        mixer = views.mixer
+        parts_ = (mixer.q, mixer.k, mixer.v) if isinstance(mixer, AttentionWeights) else (mixer.qkv, mixer.z)
+        assert {t.untyped_storage().data_ptr() for p in parts_ for t in tensors(p).values()} == whole
+
+
+@pytest.mark.parametrize("width", [3, 5])
+def test_a_wide_window_goes_through_in_parts_of_whole_sequences(width: int) -> None:
+    whole = batch(62, width, 0, seed=3, sequences=30)
+    split = parts(whole)
+    assert [p.tokens.shape[0] for p, _ in split] == [64 // width * width, 30 * width - 64 // width * width] or width > 4
+    assert all(p.tokens.shape[0] <= MAX_ROWS and int(p.query_start[0]) == 0 for p, _ in split)
+    assert torch.cat([p.tokens for p, _ in split]).equal(whole.tokens)
+    assert torch.cat([p.state_slot for p, _ in split]).equal(whole.state_slot)
+    assert torch.cat([p.query_start.diff() for p, _ in split]).equal(whole.query_start.diff())
+    assert torch.cat([whole.kv_slot[at] for _, at in split]).equal(whole.kv_slot)
 
 
 def test_a_weight_with_zero_points_is_left_to_the_reference_path() -> None:

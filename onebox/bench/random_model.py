@@ -29,9 +29,15 @@ from onebox.kernels.linear_ref import (
 from onebox.kernels.moe_ref import route_slots_ref, slots_ref
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
-from onebox.kernels.weights import Weight, dequantize, tensors, with_tensors
+from onebox.kernels.weights import Weight, dequantize, pick
 from onebox.ledger import Build
-from onebox.model.decode import DecodeLayer, Window, decode_layers
+from onebox.model.attention import AttentionWeights
+from onebox.model.block import BlockWeights
+from onebox.model.decode import DecodeLayer, Fused, Window, decode_layers, merge
+from onebox.model.gated_delta import GatedDeltaWeights
+from onebox.model.layers import MlpWeights, Rope
+from onebox.model.moe import MoeWeights
+from onebox.model.qwen3_5 import Qwen35
 from onebox.spec import Spec
 
 GROUP = 128
@@ -222,13 +228,6 @@ def pages_each(context: int, steps: int = 512) -> int:
     return -(-(context + steps) // PAGE_SIZE)
 
 
-def pick(w: Weight, experts: Tensor) -> Weight:
-    """Some experts of a stacked weight."""
-    if isinstance(w, Tensor):
-        return w[experts]
-    return with_tensors(w, {name: t[experts] for name, t in tensors(w).items()})
-
-
 def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
     """`RandomModel.forward` through the references alone; states and pages move the same way."""
     spec, eps = model.spec, model.spec.norm_eps
@@ -265,6 +264,72 @@ def forward_ref(model: RandomModel, rows: Rows, max_query: int) -> Tensor:
         norm = model.layers[n + 1].mixer_norm if n + 1 < len(model.layers) else model.norm
         h = residual_ref((h.x.float() + moved).to(h.x.dtype), norm)
     return normalize_ref(h, eps)
+
+
+def random_block(spec: Spec, build: Build, kind: str, device: torch.device) -> BlockWeights:
+    """A layer as a checkpoint gives it, before any merging."""
+    h, d, hv = spec.hidden, spec.head_dim, spec.gdn_v_heads
+
+    def small(*shape: int, std: float) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, std)
+
+    def w(fmt: str, *shape: int) -> Weight:
+        return random_weight(fmt, *shape, device=device)
+
+    if kind == "linear_attention":
+        mixer: GatedDeltaWeights | AttentionWeights = GatedDeltaWeights(
+            qkv=w(build.gdn, spec.conv_channels, h),
+            z=w(build.gdn, spec.gdn_value_width, h),
+            b=small(hv, h, std=h**-0.5),
+            a=small(hv, h, std=h**-0.5),
+            conv=small(spec.conv_channels, 4, std=0.5),
+            dt_bias=torch.empty(hv, device=device).uniform_(-4, 0),
+            a_log=torch.empty(hv, device=device).uniform_(0, math.log(16)),
+            norm=1 + small(spec.gdn_v_dim, std=0.05),
+            out=w(build.gdn, h, spec.gdn_value_width),
+        )
+    else:
+        mixer = AttentionWeights(
+            q=w(build.attention, 2 * spec.n_heads * d, h),
+            k=w(build.attention, spec.n_kv_heads * d, h),
+            v=w(build.attention, spec.n_kv_heads * d, h),
+            out=w(build.attention, h, spec.n_heads * d),
+            q_norm=small(d, std=0.05),
+            k_norm=small(d, std=0.05),
+        )
+    mlp = MoeWeights(
+        router=small(spec.n_experts, h, std=2 * h**-0.5),
+        gate_up=w(build.experts, spec.n_experts, 2 * spec.expert_width, h),
+        down=w(build.experts, spec.n_experts, h, spec.expert_width),
+        shared=MlpWeights(
+            gate=w(build.shared, spec.shared_width, h),
+            up=w(build.shared, spec.shared_width, h),
+            down=w(build.shared, h, spec.shared_width),
+        ),
+        shared_gate=small(1, h, std=h**-0.5),
+    )
+    return BlockWeights(small(h, std=0.05), mixer, small(h, std=0.05), mlp)
+
+
+def random_model_weights(spec: Spec, build: Build, device: torch.device) -> Qwen35:
+    """What `load_model` would give for a checkpoint of this shape without an MTP head."""
+    blocks, packed = [], []
+    for kind in spec.layer_types:
+        block, layer = merge(random_block(spec, build, kind, device))
+        blocks.append(block)
+        packed.append(layer)
+    model = Qwen35(
+        spec=spec,
+        embedding=torch.empty(spec.vocab, spec.hidden, dtype=torch.bfloat16, device=device).normal_(),
+        layers=tuple(blocks),
+        norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
+        head=random_weight(build.head, spec.vocab, spec.hidden, device=device),
+        mtp=None,
+        rope=Rope.from_spec(spec, device),
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    return replace(model, fused=Fused.of(model, packed, None))
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:

@@ -132,6 +132,13 @@ def stack(parts: Sequence[Weight]) -> Weight:
     return with_tensors(first, {name: torch.stack([v[name] for v in values]) for name in values[0]})
 
 
+def pick(w: Weight, which: Tensor) -> Weight:
+    """Some matrices of a stacked weight."""
+    if isinstance(w, Tensor):
+        return w[which]
+    return with_tensors(w, {name: t[which] for name, t in tensors(w).items()})
+
+
 def rows(w: Weight, part: slice) -> Weight:
     """Rows [start, stop) of each matrix. An FP8 slice starts on a block edge."""
     n = (w if isinstance(w, Tensor) else w.q).shape[-2]

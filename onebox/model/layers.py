@@ -18,11 +18,6 @@ def linear(x: Tensor, w: Weight) -> Tensor:
     return F.linear(x, w if isinstance(w, Tensor) else dequantize(w, x.dtype))
 
 
-def dense(w: Weight, dtype: torch.dtype) -> Tensor:
-    """The weight as one dense tensor of `dtype`."""
-    return w.to(dtype) if isinstance(w, Tensor) else dequantize(w, dtype)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight). For the residual stream, q and k."""
     y = x.float()

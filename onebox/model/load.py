@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from onebox.model.moe import MoeWeights
 from onebox.model.mtp import MtpWeights
 from onebox.model.qwen3_5 import Qwen35
 from onebox.spec import Spec
+
+if TYPE_CHECKING:
+    from onebox.model.decode import DecodeLayer
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,14 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     mtp: bool | None = None,
     unpack: bool | None = None,
+    fused: bool | None = None,
 ) -> Loaded:
     """Read every text tensor of the checkpoint at `path`.
 
     `mtp`: True insists on an MTP head, False leaves it out, None takes it when it is there. `unpack` turns packed
     weights into dense ones of `dtype` once, at load (None: on a CPU, where a packed product would unpack them anew at
-    every step). Raises CheckpointError naming the tensor or the field at fault.
+    every step). `fused` runs decode windows through the Triton kernels where they can read the weights (None: on CUDA).
+    Raises CheckpointError naming the tensor or the field at fault.
     """
     device = torch.device(device)
     reader = WeightReader.open(path)
@@ -55,11 +61,24 @@ def load_model(
         raise CheckpointError(f"config.json: mtp_num_hidden_layers {spec.n_mtp_layers} is not supported; expected 1.")
     unpack = device.type == "cpu" if unpack is None else unpack
     build = _Builder(reader, spec, lambda w: _place(w, device, dtype, unpack=unpack), device, dtype)
+    if fused is None:
+        fused = device.type == "cuda"
+    if fused:
+        from onebox.model import decode  # needs triton
     embedding = build.tensor("embed_tokens.weight", spec.vocab, spec.hidden)
+    packed: list[DecodeLayer | None] = []
+
+    def merged(weights: BlockWeights) -> BlockWeights:
+        """For the kernels a layer's projections are merged as soon as it is read: no two layers are there twice."""
+        if fused:
+            weights, layer = decode.merge(weights)
+            packed.append(layer)
+        return weights
+
     model = Qwen35(
         spec=spec,
         embedding=embedding,
-        layers=tuple(build.block(f"layers.{i}", kind) for i, kind in enumerate(spec.layer_types)),
+        layers=tuple(merged(build.block(f"layers.{i}", kind)) for i, kind in enumerate(spec.layer_types)),
         norm=build.tensor("norm.weight", spec.hidden),
         head=embedding if spec.tied else build.linear("lm_head", spec.vocab, spec.hidden),
         mtp=build.mtp() if with_mtp else None,
@@ -67,6 +86,11 @@ def load_model(
         dtype=dtype,
         device=device,
     )
+    if fused:
+        if model.mtp is not None:
+            model = replace(model, mtp=replace(model.mtp, block=merged(model.mtp.block)))
+        drafter = packed[-1] if model.mtp is not None else None
+        model = replace(model, fused=decode.Fused.of(model, packed[: len(model.layers)], drafter))
     return Loaded(model, reader.finish(ignore_mtp=not with_mtp))
 
 

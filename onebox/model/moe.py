@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from onebox.kernels.moe_ref import experts_ref, route_ref
-from onebox.kernels.weights import Weight
-from onebox.model.layers import MlpWeights, dense, linear, mlp
+from onebox.kernels.weights import Weight, dequantize, pick
+from onebox.model.layers import MlpWeights, linear, mlp
 from onebox.spec import Spec
+
+UNPACKED_EXPERTS = 32  # at once
 
 
 @dataclass(frozen=True)
@@ -26,5 +29,19 @@ class MoeWeights:
 def moe(x: Tensor, w: MoeWeights, spec: Spec) -> Tensor:
     """x [T, H] -> [T, H]."""
     weights, experts = route_ref(linear(x, w.router), spec.top_k)
-    routed = experts_ref(x, dense(w.gate_up, x.dtype), dense(w.down, x.dtype), weights, experts)
+    if isinstance(w.gate_up, Tensor) and isinstance(w.down, Tensor):
+        routed = experts_ref(x, w.gate_up, w.down, weights, experts)
+    else:
+        routed = _packed_experts(x, w, weights, experts)
     return routed + linear(x, w.shared_gate).sigmoid() * mlp(x, w.shared)
+
+
+def _packed_experts(x: Tensor, w: MoeWeights, weights: Tensor, experts: Tensor) -> Tensor:
+    """The experts that rows chose, unpacked a few at a time: a whole layer's would be gigabytes."""
+    routed = torch.zeros_like(x)
+    for some in experts.unique().split(UNPACKED_EXPERTS):
+        gate_up, down = (dequantize(pick(each, some), x.dtype) for each in (w.gate_up, w.down))
+        local = torch.full((w.router.shape[0],), -1, device=x.device)
+        local[some] = torch.arange(len(some), device=x.device)
+        routed += experts_ref(x, gate_up, down, weights, local[experts])
+    return routed

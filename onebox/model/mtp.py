@@ -31,10 +31,15 @@ class MtpWeights:
     norm: Tensor  # [H]
 
 
+def joined(embedded: Tensor, hidden: Tensor, w: MtpWeights, spec: Spec) -> Tensor:
+    """What `fc` reads, [T, 2H]."""
+    both = (rms_norm(embedded, w.embedding_norm, spec.norm_eps), rms_norm(hidden, w.hidden_norm, spec.norm_eps))
+    return torch.cat(both, dim=-1)
+
+
 def mtp(embedded: Tensor, hidden: Tensor, w: MtpWeights, batch: Batch, kv: Tensor, rope: Rope, spec: Spec) -> Tensor:
     """embedded [T, H] (of token e), hidden [T, H] (of position e - 1, after the final norm) -> [T, H]."""
-    both = (rms_norm(embedded, w.embedding_norm, spec.norm_eps), rms_norm(hidden, w.hidden_norm, spec.norm_eps))
-    x = linear(torch.cat(both, dim=-1), w.fc)
+    x = linear(joined(embedded, hidden, w, spec), w.fc)
     tables = rope.tables((batch.positions - 1).clamp(min=0), x.dtype)
     x = attention_block(x, w.block, batch, kv, tables, spec, kv_start=FIRST_ENTRY)
     return rms_norm(x, w.norm, spec.norm_eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from onebox.model.layers import Rope, linear, rms_norm
 from onebox.model.mtp import MtpWeights, mtp
 from onebox.request import Batch
 from onebox.spec import Spec
+
+if TYPE_CHECKING:  # the fused kernels need triton, which a CPU run never imports
+    from onebox.model.decode import Fused
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,12 @@ class Qwen35:
     rope: Rope
     dtype: torch.dtype
     device: torch.device
+    fused: Fused | None = None  # what runs windows and logits where kernels can read the weights
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
-        """Hidden states [T, H] after the final norm. KV, states and `cache.hidden` move as the batch says."""
+        """Hidden states [T, H] after the final norm. KV and states move as the batch says."""
+        if self.fused is not None and batch.window:
+            return self.fused.forward(batch, cache)
         x = F.embedding(batch.tokens, self.embedding).to(self.dtype)
         rope = self.rope.tables(batch.positions, self.dtype)
         n_attention = n_gdn = 0
@@ -47,7 +54,7 @@ class Qwen35:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V] fp32."""
-        return linear(hidden, self.head).float()
+        return linear(hidden, self.head).float() if self.fused is None else self.fused.logits(hidden)
 
     def draft_forward(self, batch: Batch, hidden: Tensor, cache: Cache) -> Tensor:
         """One pass of the MTP head. Row e of `batch` reads token e; `hidden` [T, H] is that of position e - 1.
@@ -55,6 +62,8 @@ class Qwen35:
         Gives [T, H]: its logits are the draft for token e + 1, and it is the `hidden` of the next pass at e + 1.
         """
         assert self.mtp is not None, "draft_forward on a model without an MTP head"
+        if self.fused is not None and self.fused.drafter is not None and batch.window:
+            return self.fused.draft_forward(batch, hidden, cache)
         embedded = F.embedding(batch.tokens, self.embedding).to(self.dtype)
         return mtp(embedded, hidden, self.mtp, batch, cache.kv[self.spec.n_attention_layers], self.rope, self.spec)
 

@@ -1,0 +1,105 @@
+"""Greedy decoding through the engine's own step loop: tokens a second with its host work, eager launches included.
+
+python -m onebox.bench.engine --model onebox/models/tiny --batch 1 8 --k 0 3
+python -m onebox.bench.engine --shape qwen3.5-35b-a3b --batch 1                # random weights, k = 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from onebox.bench.random_model import random_model_weights
+from onebox.bench.record import append, environment, rounded
+from onebox.checkpoint.reader import LoadReport
+from onebox.config import EngineConfig
+from onebox.engine import engine as engine_module
+from onebox.engine.engine import Engine
+from onebox.ledger import BUILDS, SHAPES
+from onebox.model.load import Loaded
+from onebox.request import Request, SamplingParams
+
+STEPS = 96
+
+
+def random_engine(shape: str, build: str, device: str, batch: int) -> Engine:
+    """An engine over random weights of a published shape, without a drafter."""
+    model = random_model_weights(SHAPES[shape], BUILDS[build], torch.device(device, 0))
+    loaded = Loaded(
+        model, LoadReport(Path(shape), 0, {build: 0}, mtp=False, vision_tensors=0, activation_scales=0, side_files=())
+    )
+    config = EngineConfig(model=shape, device=device, draft_len=0, max_num_seqs=batch, kv_gb=2.0, max_model_len=4096)
+    with mock.patch.object(engine_module, "load_model", return_value=loaded):
+        return Engine(config)
+
+
+def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:
+    """Milliseconds a step (median), tokens a step and request, milliseconds of the prefill step."""
+    vocab, rng = engine.info.vocab, random.Random(batch)
+    params = SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True)
+    for i in range(batch):
+        engine.add(Request(f"r{i}", tuple(rng.randrange(vocab) for _ in range(prompt)), params))
+    times, tokens = [], 0
+    start = time.perf_counter()
+    engine.step()
+    first = time.perf_counter() - start
+    for i in range(steps):
+        start = time.perf_counter()
+        outputs = engine.step()
+        torch.cuda.synchronize()
+        if i >= steps // 3:
+            times.append(time.perf_counter() - start)
+            tokens += sum(len(o.tokens) for o in outputs)
+    for i in range(batch):
+        engine.cancel(f"r{i}")
+    return statistics.median(times) * 1e3, tokens / len(times) / batch, first * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--k", type=int, nargs="+", default=[0])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
+    parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; this benchmark measures one")
+    if (args.model is None) == (args.shape is None):
+        parser.error("name one of --model and --shape")
+    for k in args.k if args.model else [0]:
+        if args.model:
+            engine = Engine(EngineConfig(model=str(args.model), device="cuda", draft_len=k, kv_gb=1.0))
+        else:
+            engine = random_engine(args.shape, args.build, "cuda", max(args.batch))
+        with torch.inference_mode():
+            for batch in args.batch:
+                ms, per_step, prefill = decode(engine, batch, args.prompt)
+                record = {
+                    "bench": "engine",
+                    "model": args.model.name if args.model else args.shape,
+                    "weights": "checkpoint" if args.model else "random",
+                    "fused": engine.runner.model.fused is not None,
+                    "batch": batch,
+                    "k": k,
+                    "prompt": args.prompt,
+                    "ms_per_step": rounded(ms),
+                    "tokens_per_step": rounded(per_step),
+                    "tok_s": rounded(batch * per_step / ms * 1e3),
+                    "prefill_ms": rounded(prefill),
+                }
+                print(record, flush=True)
+                append(args.out, record | environment(torch.device("cuda", 0), args.commit))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The engine on a GPU: windows through the fused kernels, the same text for every k, close to the CPU in fp32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from onebox.config import EngineConfig
+from onebox.engine.engine import Engine
+from onebox.model.load import load_model
+from onebox.model.sequence import Sequences
+from onebox.request import Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+tokenizers = pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "onebox" / "models" / "tiny"
+N, LENGTH = 8, 64
+Said = dict[int, tuple[list[list[int]], list[list[int]], Engine]]  # k -> answers cold, answers warm, the engine
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    """Eight texts of different lengths, across page edges."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    lines = (ROOT / "tests" / "data" / "heldout.jsonl").read_text("utf-8").splitlines()[:N]
+    ids = [tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
+    return [tuple(each[: 40 + 25 * i]) for i, each in enumerate(ids)]
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], int]:
+    """Greedy answers to all prompts together, and how many of their prompt tokens came from the prefix cache."""
+    said: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    cached = dict.fromkeys(said, 0)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)))
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id] += output.tokens
+            cached[output.request_id] = output.cached_tokens
+    return list(said.values()), sum(cached.values())
+
+
+@pytest.fixture(scope="module")
+def said(prompts: list[tuple[int, ...]]) -> Said:
+    found = {}
+    for k in range(4):
+        engine = Engine(EngineConfig(model=str(TINY), device="cuda", draft_len=k, max_num_seqs=N, kv_gb=0.5))
+        cold, hits = answers(engine, prompts)
+        assert hits == 0
+        warm, hits = answers(engine, prompts)
+        assert hits == sum(len(p) - 1 for p in prompts)
+        found[k] = cold, warm, engine
+    return found
+
+
+def test_windows_and_drafts_run_through_the_kernels(said: Said) -> None:
+    for k, (_, _, engine) in said.items():
+        fused = engine.runner.model.fused
+        assert fused is not None
+        assert (fused.drafter is not None) == (k > 0)
+
+
+@pytest.mark.parametrize("warm", [0, 1], ids=["cold", "warm"])
+def test_text_is_the_same_for_every_k(said: Said, warm: int) -> None:
+    for k in range(1, 4):
+        assert said[k][warm] == said[0][warm], f"k = {k}"
+
+
+def test_text_is_the_same_alone_and_in_a_batch(said: Said, prompts: list[tuple[int, ...]]) -> None:
+    """Warm both times: a prompt of another length beside it changes prefill's matrix products in the last bit."""
+    _, warm, engine = said[3]
+    for prompt, want in zip(prompts[:3], warm, strict=False):
+        got = answers(engine, [prompt])[0][0]
+        assert sum(a == b for a, b in zip(got, want, strict=True)) >= 0.5 * LENGTH, "one near tie may turn a text"
+
+
+@pytest.mark.parametrize("warm", [0, 1], ids=["cold", "warm"])
+def test_a_cpu_in_fp32_would_have_chosen_the_same_tokens(said: Said, prompts: list[tuple[int, ...]], warm: int) -> None:
+    model = load_model(TINY, mtp=False).model
+    right = total = 0
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, said[2][warm], strict=True):
+            ids = torch.tensor([[*prompt, *answer]])
+            hidden = Sequences(model, 1, ids.shape[1]).forward(ids)[0, len(prompt) - 1 : -1]
+            right += int((model.logits(hidden).argmax(-1) == ids[0, len(prompt) :]).sum())
+            total += len(answer)
+    print(f"top-1 agreement {right / total:.4f} of {total}")
+    assert right / total >= 0.97
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_drafts_are_kept_as_often_as_on_a_cpu(said: Said, prompts: list[tuple[int, ...]], k: int) -> None:
+    cpu = Engine(EngineConfig(model=str(TINY), device="cpu", draft_len=k, max_num_seqs=N))
+    answers(cpu, prompts)
+    got, want = (s.accepted_tokens / s.drafted_tokens for s in (said[k][2].stats(), cpu.stats()))
+    assert want > 0.1
+    assert abs(got - want) < 0.1, f"kept {got:.3f} on the GPU, {want:.3f} on the CPU"
