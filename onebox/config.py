@@ -20,8 +20,8 @@ MAX_DRAFT_LEN = 4
 class EngineConfig:
     """One engine: which checkpoint, where, and how much of everything. Lengths in tokens, sizes in GB (1e9 bytes).
 
-    `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). Raises ConfigError naming the value
-    out of range.
+    `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `fused` runs decode windows through
+    the Triton kernels, on CUDA, where they can read the weights. Raises ConfigError naming the value out of range.
     """
 
     model: str
@@ -37,6 +37,7 @@ class EngineConfig:
     snapshot_every: int = 2048
     snapshots: int | None = None
     snapshot_host_gb: float = 0.0
+    fused: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +66,8 @@ class EngineConfig:
         device = self.device if self.device != "auto" else ("cuda" if cuda_available else "cpu")
         if device.startswith("cuda") and not cuda_available:
             raise ConfigError(f"device {device!r}: no CUDA device is visible here; use --device cpu.")
+        if self.fused and not device.startswith("cuda"):
+            raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         return replace(self, device=device, dtype=dtype)
 

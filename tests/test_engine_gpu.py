@@ -27,11 +27,11 @@ Said = dict[int, tuple[list[list[int]], list[list[int]], Engine]]  # k -> answer
 
 @pytest.fixture(scope="module")
 def prompts() -> list[tuple[int, ...]]:
-    """Eight texts of different lengths, across page edges."""
+    """Eight texts of different lengths, each with a whole page for the prefix cache to keep."""
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
     lines = (ROOT / "tests" / "data" / "heldout.jsonl").read_text("utf-8").splitlines()[:N]
     ids = [tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
-    return [tuple(each[: 40 + 25 * i]) for i, each in enumerate(ids)]
+    return [tuple(each[: 70 + 25 * i]) for i, each in enumerate(ids)]
 
 
 def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], int]:
@@ -51,7 +51,9 @@ def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[i
 def said(prompts: list[tuple[int, ...]]) -> Said:
     found = {}
     for k in range(4):
-        engine = Engine(EngineConfig(model=str(TINY), device="cuda", draft_len=k, max_num_seqs=N, kv_gb=0.5))
+        engine = Engine(
+            EngineConfig(model=str(TINY), device="cuda", fused=True, draft_len=k, max_num_seqs=N, kv_gb=0.5)
+        )
         cold, hits = answers(engine, prompts)
         assert hits == 0
         warm, hits = answers(engine, prompts)

@@ -78,7 +78,7 @@ def main() -> None:
         parser.error("name one of --model and --shape")
     for k in args.k if args.model else [0]:
         if args.model:
-            engine = Engine(EngineConfig(model=str(args.model), device="cuda", draft_len=k, kv_gb=1.0))
+            engine = Engine(EngineConfig(model=str(args.model), device="cuda", fused=True, draft_len=k, kv_gb=1.0))
         else:
             engine = random_engine(args.shape, args.build, "cuda", max(args.batch))
         with torch.inference_mode():

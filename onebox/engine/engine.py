@@ -47,6 +47,7 @@ class Engine:
             device=config.device,
             dtype=getattr(torch, config.dtype),
             mtp={None: None, 0: False}.get(config.draft_len, True),
+            fused=config.fused,
         )
         self.loaded: Loaded = loaded
         model, spec = loaded.model, loaded.model.spec

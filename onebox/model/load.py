@@ -41,13 +41,13 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     mtp: bool | None = None,
     unpack: bool | None = None,
-    fused: bool | None = None,
+    fused: bool = False,
 ) -> Loaded:
     """Read every text tensor of the checkpoint at `path`.
 
     `mtp`: True insists on an MTP head, False leaves it out, None takes it when it is there. `unpack` turns packed
     weights into dense ones of `dtype` once, at load (None: on a CPU, where a packed product would unpack them anew at
-    every step). `fused` runs decode windows through the Triton kernels where they can read the weights (None: on CUDA).
+    every step). `fused` runs decode windows through the Triton kernels, on CUDA, where they can read the weights.
     Raises CheckpointError naming the tensor or the field at fault.
     """
     device = torch.device(device)
@@ -61,8 +61,6 @@ def load_model(
         raise CheckpointError(f"config.json: mtp_num_hidden_layers {spec.n_mtp_layers} is not supported; expected 1.")
     unpack = device.type == "cpu" if unpack is None else unpack
     build = _Builder(reader, spec, lambda w: _place(w, device, dtype, unpack=unpack), device, dtype)
-    if fused is None:
-        fused = device.type == "cuda"
     if fused:
         from onebox.model import decode  # needs triton
     embedding = build.tensor("embed_tokens.weight", spec.vocab, spec.hidden)
