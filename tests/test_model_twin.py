@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from onebox.errors import CheckpointError
 from onebox.kernels.gated_delta_ref import delta_rule_chunked_ref, delta_rule_recurrent_ref, delta_rule_window_ref
 from onebox.model.layers import Rope
 from onebox.model.load import load_model
@@ -166,3 +168,12 @@ def test_bundled_model_runs_in_16_bit_close_to_fp32() -> None:
         with torch.inference_mode():
             logits.append(model.logits(Sequences(model, 1, 64).forward(tokens)[0]))
     assert (logits[0] - logits[1]).norm() / logits[0].norm() < 0.05
+
+
+def test_mtp_tensors_that_the_config_denies_are_not_dropped_silently(tmp_path: Path) -> None:
+    make_twin(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 0}), "utf-8")
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, mtp=False).model.mtp is None

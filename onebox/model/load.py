@@ -56,6 +56,11 @@ def load_model(
     if mtp is True and not (spec.n_mtp_layers and reader.has_mtp()):
         found = "no 'mtp.' tensors" if spec.n_mtp_layers else "mtp_num_hidden_layers 0"
         raise CheckpointError(f"{path}: speculation by MTP was asked for, but the checkpoint has {found}; use k = 0.")
+    if mtp is None and reader.has_mtp() and not spec.n_mtp_layers:
+        raise CheckpointError(
+            f"config.json: mtp_num_hidden_layers is 0, but {path} has 'mtp.' tensors; set it to 1, or serve without "
+            "drafts (num_speculative_tokens 0)."
+        )
     with_mtp = bool(spec.n_mtp_layers) and reader.has_mtp() and mtp is not False
     if spec.n_mtp_layers > 1 and with_mtp:
         raise CheckpointError(f"config.json: mtp_num_hidden_layers {spec.n_mtp_layers} is not supported; expected 1.")

@@ -151,7 +151,12 @@ class Bm25Ranker:
     name = "bm25"
 
     def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]:
-        from rank_bm25 import BM25Plus
+        try:
+            from rank_bm25 import BM25Plus
+        except ModuleNotFoundError as e:
+            raise PromptError(
+                "Ranking by a question needs rank-bm25; install it with: pip install 'onebox[prompt]'"
+            ) from e
 
         corpus = [words(document) or [""] for document in documents]
         return [float(score) for score in BM25Plus(corpus).get_scores(words(question))]
