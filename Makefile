@@ -25,10 +25,12 @@ install: $(VENV)/.installed
 # A stamp stands for a finished install; a broken one leaves none and is repeated.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "onebox needs Python 3.11 or newer with venv (on Debian: python3-venv). Name one: make PYTHON=/path/to/python3"; exit 1; }
+	@echo "installing into $(VENV): torch is the largest part, a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[prompt]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the test tools into $(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[prompt,dev]'
 	@touch $@

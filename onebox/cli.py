@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onebox
-from onebox.config import EngineConfig, share_cores
+from onebox.config import MAX_DRAFT_LEN, EngineConfig, share_cores
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def draft_len(text: str | None) -> int | None:
         raise ConfigError(f"--speculative-config: method {method!r} is not served; known: {', '.join(MTP_METHODS)}.")
     if isinstance(n, bool) or not isinstance(n, int):
         raise ConfigError(f"--speculative-config: num_speculative_tokens must be a whole number, got {n!r}.")
+    if not 0 <= n <= MAX_DRAFT_LEN:
+        raise ConfigError(f"--speculative-config: num_speculative_tokens must be 0 to {MAX_DRAFT_LEN}, got {n}.")
     if unknown := set(config) - {"method", "num_speculative_tokens", "model", "draft_tensor_parallel_size"}:
         raise ConfigError(f"--speculative-config: unknown field {', '.join(sorted(unknown))}.")
     return n

@@ -5,7 +5,9 @@ This file alone reads the environment.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -45,7 +47,7 @@ class EngineConfig:
             if not ok:
                 raise ConfigError(f"{name} must be {want}, got {getattr(self, name)!r}.")
 
-        check(self.device in ("auto", "cpu") or self.device.startswith("cuda"), "device", "auto, cpu or cuda[:N]")
+        check(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", "auto, cpu, cuda or cuda:N")
         check(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES))
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         check(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
@@ -56,16 +58,18 @@ class EngineConfig:
             "draft_len",
             f"between 0 and {MAX_DRAFT_LEN} (num_speculative_tokens)",
         )
-        check(self.kv_gb is None or self.kv_gb > 0, "kv_gb", "above 0")
+        check(self.kv_gb is None or 0 < self.kv_gb < math.inf, "kv_gb", "above 0 and finite")
         check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
-        check(self.snapshot_host_gb >= 0, "snapshot_host_gb", "0 or more")
+        check(0 <= self.snapshot_host_gb < math.inf, "snapshot_host_gb", "0 or more and finite")
         check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")
 
-    def resolve_device(self, *, cuda_available: bool) -> EngineConfig:
+    def resolve_device(self, *, cuda_devices: int) -> EngineConfig:
         """The same config with `device` and `dtype` made definite: fp32 arithmetic on a CPU, bf16 on a GPU."""
-        device = self.device if self.device != "auto" else ("cuda" if cuda_available else "cpu")
-        if device.startswith("cuda") and not cuda_available:
+        device = self.device if self.device != "auto" else ("cuda" if cuda_devices else "cpu")
+        if device.startswith("cuda") and not cuda_devices:
             raise ConfigError(f"device {device!r}: no CUDA device is visible here; use --device cpu.")
+        if int(device.partition(":")[2] or 0) >= max(cuda_devices, 1):
+            raise ConfigError(f"device {device!r}: the last CUDA device visible here is cuda:{cuda_devices - 1}.")
         if self.fused and not device.startswith("cuda"):
             raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")

@@ -13,6 +13,7 @@ from onebox.errors import RequestError
 if TYPE_CHECKING:
     from torch import Tensor
 
+INT64 = 2**63
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -20,9 +21,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class SamplingParams:
     """How to choose the next token. Defaults are OpenAI's; out-of-range values raise RequestError naming the field.
 
-    temperature 0 is greedy. top_k 0 (or -1) keeps all tokens; top_p in (0, 1]; min_p in [0, 1] relative to the best
-    token. With a seed, a request's tokens depend on seed and position alone: not on batch, draft length or cache.
-    `logprobs` is the number of alternatives reported beside each token (None: no logprobs at all).
+    temperature 0 is greedy, and so is anything below 1e-5, where fp32 logits overflow. top_k 0 (or -1) keeps all
+    tokens; top_p in (0, 1]; min_p in [0, 1] relative to the best token. With a seed, a request's tokens depend on seed
+    and position alone: not on batch, draft length or cache. `logprobs` is the number of alternatives reported beside
+    each token (None: no logprobs at all).
     """
 
     max_tokens: int = 16
@@ -45,9 +47,9 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"'{name}' must be {want}, got {getattr(self, name)!r}.", param=name)
 
-        check(self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(1 <= self.max_tokens < INT64, "max_tokens", "at least 1 and a 64-bit integer")
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
-        check(self.top_k >= -1, "top_k", "-1, 0 (both mean all tokens) or more")
+        check(-1 <= self.top_k < INT64, "top_k", "-1, 0 (both mean all tokens) or more, and a 64-bit integer")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
         check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
@@ -55,11 +57,13 @@ class SamplingParams:
         check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100")
         check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20")
-        check(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
+        check(self.seed is None or -INT64 <= self.seed < INT64, "seed", "a 64-bit integer")
+        biases = (bias for _, bias in self.logit_bias)
+        check(all(abs(bias) <= 1e4 for bias in biases), "logit_bias", "numbers between -10000 and 10000")
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-5
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Written, make_twin, write, write_files
+from safetensors.torch import load_file, save_file
+from serving import TINY
 
 from onebox.checkpoint.reader import WeightReader
 from onebox.errors import CheckpointError
@@ -179,6 +182,39 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 # --- damaged headers and index files ---
+
+
+def drop(tensors: dict[str, torch.Tensor], name: str) -> None:
+    del tensors[name]
+
+
+def widen(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+
+
+def add(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[f"{name}.more"] = tensors[name].clone()
+
+
+@pytest.mark.parametrize("change", [drop, widen, add])
+def test_a_changed_tensor_of_a_finished_build_is_named(
+    change: Callable[[dict[str, torch.Tensor], str], None], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    file = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors.index.json").unlink()  # the header alone decides
+    file = file.rename(folder / "model.safetensors")
+    tensors, name = load_file(file), "model.layers.2.post_attention_layernorm.weight"
+    change(tensors, name)
+    save_file(tensors, file)
+    refused(folder, name)
+
+
+def test_a_changed_file_of_a_finished_build_is_named(tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    refused(folder, "tokenizer.json")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], bytes]:

@@ -86,7 +86,6 @@ class WeightReader:
         config = read_json(path / "config.json")
         declared = declaration(config, path)
         shards = Shards.open(path, is_mtp=is_mtp, wanted=wanted)
-        manifest.check_sizes(path)
         names = Names.of(shards.tensors)
         modules: dict[str, dict[str, str]] = {}
         for name, stored in names.stored.items():

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the checkpoint and allocate KV pages and state slots. Raises CheckpointError or ConfigError."""
-        config = config.resolve_device(cuda_available=torch.cuda.is_available())
+        config = config.resolve_device(cuda_devices=torch.cuda.device_count())
         if config.device == "cpu":
             torch.set_num_threads(cpu_threads())
         loaded = load_model(

@@ -43,7 +43,7 @@ class SamplingRows:
 
         random = [p for p in params if not p.greedy]
         return cls(
-            temperature=fp32([p.temperature for p in params]),
+            temperature=fp32([0.0 if p.greedy else p.temperature for p in params]),
             top_k=int64([max(p.top_k, 0) for p in params]),
             top_p=fp32([p.top_p for p in params]),
             min_p=fp32([p.min_p for p in params]),

@@ -29,9 +29,9 @@ from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
 from onebox.model.gated_delta import GatedDeltaWeights
 from onebox.model.layers import MlpWeights, Rope, rms_norm
-from onebox.model.load import _Builder, _place
 from onebox.model.moe import MoeWeights
 from onebox.model.mtp import MtpWeights, mtp
+from onebox.model.published import Published, place
 from onebox.model.sequence import even_batch, page_table
 from onebox.spec import Spec
 
@@ -128,9 +128,9 @@ class Calibration:
             self.last = (key, (total / count).cpu())
         return self.last[1]
 
-    def _builder(self, reader: WeightReader) -> _Builder:
-        place = lambda w: _place(w, self.device, self.dtype, unpack=True)  # noqa: E731
-        return _Builder(reader, self.spec, place, self.device, self.dtype)
+    def _builder(self, reader: WeightReader) -> Published:
+        dense = lambda w: place(w, self.device, self.dtype, unpack=True)  # noqa: E731
+        return Published(reader, self.spec, dense, self.device, self.dtype)
 
     def _advance(self) -> None:
         """Run the next layer over every window and keep the inputs of its matrices."""
@@ -161,7 +161,7 @@ class Calibration:
             return attention_block(x, weights, batch, cache.kv[0], rope, one)
         return gdn_block(x, weights, batch, cache.gdn[0], one)
 
-    def _advance_mtp(self, build: _Builder) -> None:
+    def _advance_mtp(self, build: Published) -> None:
         spec = self.spec
         norm = build.tensor("norm.weight", spec.hidden)
         embedding = build.tensor("embed_tokens.weight", spec.vocab, spec.hidden)

@@ -14,7 +14,7 @@ from typing import Any
 
 import onebox
 from onebox.errors import RequestError
-from onebox.request import Request, SamplingParams, TokenLogprob
+from onebox.request import INT64, Request, SamplingParams, TokenLogprob
 from onebox.server.answers import Job, Prompt, Service, Steering, new_id
 from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer
 from onebox.server.parsers import AnswerParser, CallDelta
@@ -157,10 +157,10 @@ def make_job(
     parser: AnswerParser | None = None,
     seed_offset: int | None = None,
 ) -> Job:
-    """Answer `index` of a request. With a seed, each of n answers has its own: seed, seed + 1, ..."""
+    """Answer `index` of a request. With a seed, each of n answers has its own: seed, seed + 1, ... (64 bits)."""
     offset = index if seed_offset is None else seed_offset
     if params.seed is not None and offset:
-        params = replace(params, seed=params.seed + offset)
+        params = replace(params, seed=(params.seed + offset + INT64) % (2 * INT64) - INT64)
     request = Request(
         id=f"{id}-{index}",
         prompt=prompt.ids,

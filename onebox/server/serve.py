@@ -26,6 +26,7 @@ from onebox.server.protocol import DEFAULTED
 
 MakeEngine = Callable[[EngineConfig], EngineClient]
 Say = Callable[[str], None]
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         def check(value: str, known: tuple[str, ...], flag: str) -> None:
-            if value not in (*known, "none"):
-                raise ConfigError(f"{flag} {value!r} is not known. Known: {', '.join(known)}, none.")
+            if value not in known:
+                raise ConfigError(f"{flag} {value!r} is not known. Known: {', '.join(known)}.")
 
-        check(self.reasoning_parser, REASONING_PARSERS, "--reasoning-parser")
-        check(self.tool_parser, TOOL_PARSERS, "--tool-call-parser")
+        check(self.reasoning_parser, (*REASONING_PARSERS, "none"), "--reasoning-parser")
+        check(self.tool_parser, (*TOOL_PARSERS, "none"), "--tool-call-parser")
+        check(self.log_level.lower(), LOG_LEVELS, "--log-level")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
 
