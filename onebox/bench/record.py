@@ -105,12 +105,8 @@ def command_line() -> str:
             next(words, None)
         else:
             kept.append(word)
-    return "python -m " + shlex.join([_module(), *kept])
-
-
-def _module() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else sys.argv[0]
+    return "python " + shlex.join(["-m", spec.name, *kept] if spec is not None else [sys.argv[0], *kept])
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
