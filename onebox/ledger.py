@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from onebox.errors import ConfigError
 from onebox.spec import Spec
@@ -25,10 +26,14 @@ KV_BYTES = {"bf16": 2.0, "fp8": 1.0}  # bytes a stored K or V element
 
 @dataclass(frozen=True)
 class Build:
-    """Format of each component's weights, and of the KV pages. Names are keys of WEIGHT_BYTES and KV_BYTES."""
+    """Format of each component's weights, and of the KV pages. Names are keys of WEIGHT_BYTES and KV_BYTES.
+
+    `mlp` is a dense model's, where most of its weights are; a mixture of experts has `experts` and `shared` instead.
+    """
 
     experts: str = "bf16"
     shared: str = "bf16"
+    mlp: str = "bf16"
     router: str = "bf16"
     attention: str = "bf16"
     gdn: str = "bf16"
@@ -43,15 +48,22 @@ class Build:
             if value not in known:
                 raise ConfigError(f"build: {field.name} format {value!r} is not known. Known: {', '.join(known)}.")
 
+    def every_token(self, spec: Spec) -> str:
+        """Format of the MLP that every token passes through: the shared expert, or a dense model's only one."""
+        return self.shared if spec.moe else self.mlp
+
 
 BUILDS = {
     "bf16": Build(),
-    "fp8": Build(experts="fp8", shared="fp8", attention="fp8", gdn="fp8", mtp_experts="fp8", mtp_dense="fp8"),
-    "int4": Build(experts="int4", attention="int4", gdn="int4"),
-    "int4-fp8": Build(experts="int4", shared="fp8", attention="int4", gdn="int4"),
+    "fp8": Build(
+        experts="fp8", shared="fp8", mlp="fp8", attention="fp8", gdn="fp8", mtp_experts="fp8", mtp_dense="fp8"
+    ),
+    "int4": Build(experts="int4", mlp="int4", attention="int4", gdn="int4"),
+    "int4-fp8": Build(experts="int4", shared="fp8", mlp="int4", attention="int4", gdn="int4"),
     "hybrid": Build(
         experts="int4",
         shared="fp8",
+        mlp="int4",
         attention="int4",
         gdn="int4",
         head="int8",
@@ -61,6 +73,7 @@ BUILDS = {
     "nvfp4": Build(
         experts="nvfp4",
         shared="nvfp4",
+        mlp="nvfp4",
         attention="nvfp4",
         gdn="nvfp4",
         head="int8",
@@ -70,15 +83,24 @@ BUILDS = {
 }
 
 
-def _moe_spec(hidden: int, n_layers: int, n_heads: int, gdn_v_heads: int, width: int) -> Spec:
+def _spec(hidden: int, n_layers: int, n_heads: int, gdn_v_heads: int, width: int, *, dense: bool = False) -> Spec:
+    mlp: dict[str, Any] = {
+        "model_type": "qwen3_5_moe_text",
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }
+    if dense:
+        mlp = {"model_type": "qwen3_5_text", "num_key_value_heads": 4, "intermediate_size": width}
     return Spec.from_config(
-        {
-            "model_type": "qwen3_5_moe_text",
+        mlp
+        | {
             "hidden_size": hidden,
             "vocab_size": 248_320,
             "num_hidden_layers": n_layers,
             "num_attention_heads": n_heads,
-            "num_key_value_heads": 2,
             "head_dim": 256,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
             "linear_num_key_heads": 16,
@@ -86,10 +108,6 @@ def _moe_spec(hidden: int, n_layers: int, n_heads: int, gdn_v_heads: int, width:
             "linear_key_head_dim": 128,
             "linear_value_head_dim": 128,
             "linear_conv_kernel_dim": 4,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": width,
-            "shared_expert_intermediate_size": width,
             "mtp_num_hidden_layers": 1,
             "max_position_embeddings": 262_144,
             "eos_token_id": 248_046,
@@ -99,8 +117,9 @@ def _moe_spec(hidden: int, n_layers: int, n_heads: int, gdn_v_heads: int, width:
 
 
 SHAPES = {
-    "qwen3.5-122b-a10b": _moe_spec(hidden=3072, n_layers=48, n_heads=32, gdn_v_heads=64, width=1024),
-    "qwen3.5-35b-a3b": _moe_spec(hidden=2048, n_layers=40, n_heads=16, gdn_v_heads=32, width=512),
+    "qwen3.5-122b-a10b": _spec(hidden=3072, n_layers=48, n_heads=32, gdn_v_heads=64, width=1024),
+    "qwen3.5-35b-a3b": _spec(hidden=2048, n_layers=40, n_heads=16, gdn_v_heads=32, width=512),
+    "qwen3.5-27b": _spec(hidden=5120, n_layers=64, n_heads=24, gdn_v_heads=48, width=17_408, dense=True),
 }
 
 
@@ -213,7 +232,7 @@ def step_bytes(
     share = 1.0 if draft_vocab is None else min(draft_vocab / spec.vocab, 1.0)
     return StepBytes(
         routed=n * distinct * p.expert * weight[build.experts],
-        shared=n * p.shared * weight[build.shared],
+        shared=n * p.shared * weight[build.every_token(spec)],
         router=n * p.router * weight[build.router],
         attention=spec.n_attention_layers * p.attention * weight[build.attention],
         gdn=spec.n_gdn_layers * p.gdn * weight[build.gdn],
@@ -274,7 +293,7 @@ def resident_bytes(
     )
     return ResidentBytes(
         experts=n * experts * weight[build.experts],
-        dense=n * (p.shared * weight[build.shared] + p.router * weight[build.router])
+        dense=n * (p.shared * weight[build.every_token(spec)] + p.router * weight[build.router])
         + spec.n_attention_layers * p.attention * weight[build.attention]
         + spec.n_gdn_layers * p.gdn * weight[build.gdn],
         head=0.0 if spec.tied and build.head == "bf16" else p.head * weight[build.head],

@@ -64,7 +64,7 @@ def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe))
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--k", type=int, nargs="+", default=[0])

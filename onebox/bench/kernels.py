@@ -259,7 +259,7 @@ def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3.5-122b-a10b")
+    parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe), default="qwen3.5-122b-a10b")
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=512)

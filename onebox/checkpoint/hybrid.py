@@ -25,7 +25,7 @@ from onebox.ledger import BUILDS, Build
 Action = Literal["copy", "repack", "quantize", "dequantize"]
 Output = tuple[str, torch.dtype, tuple[int, ...]]
 KINDS = {"bf16": "16-bit", "int4": "int4", "fp8": "fp8", "int8": "int8", "nvfp4": "nvfp4"}
-QUANTISED: tuple[Part, ...] = ("experts", "shared", "attention", "gdn", "head", "mtp_experts", "mtp_dense")
+QUANTISED: tuple[Part, ...] = ("experts", "shared", "mlp", "attention", "gdn", "head", "mtp_experts", "mtp_dense")
 MATRICES: tuple[Part, ...] = (*QUANTISED, "router", "gates")
 CHUNK_ELEMENTS = 1 << 22  # weights quantised at a time
 MAIN = ("weight", "qweight", "weight_packed")

@@ -10,7 +10,18 @@ from typing import Literal
 from onebox.errors import CheckpointError
 
 Part = Literal[
-    "experts", "shared", "router", "attention", "gdn", "gates", "head", "embedding", "other", "mtp_experts", "mtp_dense"
+    "experts",
+    "shared",
+    "mlp",
+    "router",
+    "attention",
+    "gdn",
+    "gates",
+    "head",
+    "embedding",
+    "other",
+    "mtp_experts",
+    "mtp_dense",
 ]
 
 _VISION = re.compile(r"^(model\.)?(language_model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
@@ -87,7 +98,7 @@ def part_of(name: str) -> Part:
         return "attention"
     if ".linear_attn." in name:
         return "gates" if re.search(r"\.in_proj_[ab]\.", name) else "gdn"
-    return "shared"  # the shared expert, or a dense model's MLP
+    return "shared" if ".shared_expert." in name else "mlp"
 
 
 def _is_matrix(name: str) -> bool:

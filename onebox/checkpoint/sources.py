@@ -61,7 +61,7 @@ def open_base(name: str, revision: str | None) -> Source:
 
 def open_donor(name: str, revision: str | None, base: Source, recipe: Build) -> Source:
     """The files of `name` that hold a tensor which the recipe wants in FP8 and the base does not have so."""
-    parts = ("shared", "attention", "gdn", "experts", "mtp_experts", "mtp_dense", "head")
+    parts = ("shared", "mlp", "attention", "gdn", "experts", "mtp_experts", "mtp_dense", "head")
     in_fp8 = {part for part in parts if getattr(recipe, part) == "fp8"}
     modules = {
         module
