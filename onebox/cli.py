@@ -150,6 +150,10 @@ def serve(
     drain_s: Annotated[
         float, typer.Option("--drain-s", "--shutdown-timeout", help="Seconds to finish answers.")
     ] = 30.0,
+    compress_over: Annotated[int | None, typer.Option(help="Shorten longer prompts to this many tokens.")] = None,
+    compress_method: Annotated[str, typer.Option(help="auto, llmlingua, longllmlingua or llmlingua2.")] = "auto",
+    compress_model: Annotated[str | None, typer.Option(help="Scorer of the methods other than auto.")] = None,
+    guard: Annotated[str | None, typer.Option(help="annotate, flag or block prompts that look like attacks.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", hidden=True)] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(hidden=True)] = 1,
     moe_backend: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -163,6 +167,7 @@ def serve(
     disable_log_requests: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve a model over the OpenAI API. Flags are vLLM's."""
+    from onebox.server.intake import IntakeOptions
     from onebox.server.serve import ServeOptions
     from onebox.server.serve import serve as run
 
@@ -210,6 +215,12 @@ def serve(
         template_options=json_object(default_chat_template_kwargs, "--default-chat-template-kwargs"),
         log_level=log_level,
         drain_s=drain_s,
+        intake=IntakeOptions(
+            compress_over=compress_over,
+            method=compress_method,  # type: ignore[arg-type]  # IntakeOptions refuses unknown names
+            scorer=compress_model,
+            guard=guard,  # type: ignore[arg-type]
+        ),
     )
     say(f"onebox {onebox.__version__}")
     run(options, make_engine, say=say)

@@ -7,6 +7,14 @@ OneboxError
 └── RequestError                one request that cannot be served; carries its HTTP meaning
     ├── ContextLengthError      prompt plus answer passes max_model_len
     ├── ModelNotFoundError      a model name this server does not serve
+    ├── NotFoundError           a stored response or a trace that is not there (any more)
+    ├── BodyTooLargeError       a body beyond the byte limit
+    ├── NotServedError          an endpoint, or an optional part, that this server does not have
+    ├── ApiKeyError             no valid key
+    ├── BlockedError            the guard refused the prompt
+    ├── InternalError           a bug: the log has it
+    ├── UpstreamError           another server that could not be reached or made no sense
+    │   └── UpstreamTimeoutError    or was too slow
     └── EngineUnavailableError  the engine is stopped, restarting or full
         └── QueueFullError      the waiting queue is full: retry later
 """
@@ -56,6 +64,67 @@ class ModelNotFoundError(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class NotFoundError(RequestError):
+    """Nothing is stored under this id (any more)."""
+
+    status = 404
+    code = "not_found"
+
+
+class BodyTooLargeError(RequestError):
+    """The request's body passes the byte limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class NotServedError(RequestError):
+    """An endpoint, or an optional part, that this server does not have."""
+
+    status = 501
+    code = "not_served"
+
+
+class ApiKeyError(RequestError):
+    """No valid API key came with the request."""
+
+    status = 401
+    code = "invalid_api_key"
+    type = "authentication_error"
+
+
+class BlockedError(RequestError):
+    """The guard refused the prompt; the code is the one clients know for filtered prompts."""
+
+    code = "content_filter"
+
+
+class InternalError(RequestError):
+    """A bug; its traceback is in the log, not in the answer."""
+
+    status = 500
+    code = "internal_error"
+    type = "server_error"
+
+    def __init__(self) -> None:
+        super().__init__("Internal error; the server's log has it.")
+
+
+class UpstreamError(RequestError):
+    """The server behind this one could not be reached, or what it said was no answer."""
+
+    status = 502
+    code = "upstream_error"
+    type = "server_error"
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """The server behind this one was too slow."""
+
+    status = 504
+    code = "upstream_timeout"
 
 
 class EngineUnavailableError(RequestError):

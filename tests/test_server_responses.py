@@ -13,7 +13,8 @@ import openai
 import pytest
 from serving import app_of, client_of, engine_of, post, running, saying, tokenizer
 
-from onebox.server.responses import ResponseNotFoundError, Store
+from onebox.errors import NotFoundError
+from onebox.server.responses import Store
 from onebox.testing import FakeEngine
 
 PATH = "/v1/responses"
@@ -108,7 +109,7 @@ def test_a_store_outlives_the_server(tmp_path: Path) -> None:
     store = Store(path)
     assert store.get(response["id"])[0] == response
     store.delete(response["id"])
-    with pytest.raises(ResponseNotFoundError):
+    with pytest.raises(NotFoundError):
         store.get(response["id"])
     store.close()
 

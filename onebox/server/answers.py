@@ -18,6 +18,7 @@ from onebox.engine.process import EngineClient
 from onebox.errors import ContextLengthError, EngineUnavailableError, ModelNotFoundError, OneboxError, RequestError
 from onebox.request import Request
 from onebox.server.chat import Answer, AnswerDelta, Message, Tokenizer, normalize_messages, prompt_thinking
+from onebox.server.intake import Intake
 from onebox.server.metrics import Metrics
 from onebox.server.parsers import AnswerParser, Thinking
 
@@ -81,6 +82,7 @@ class Service:
         reasoning: bool = True,
         tools: bool = True,
         template_options: Mapping[str, Any] | None = None,
+        intake: Intake | None = None,
     ) -> None:
         if not served_names:
             raise ValueError("served_names is empty")
@@ -91,6 +93,7 @@ class Service:
         self.reasoning = reasoning
         self.tools = tools
         self.template_options = dict(template_options or {})
+        self.intake = intake or Intake()
         self.metrics = Metrics(engine, self.served_names[0])
         self.created = int(time.time())
         self.phase: Phase = "starting"

@@ -21,11 +21,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import onebox
 from onebox.engine.process import EngineClient
-from onebox.errors import OneboxError, QueueFullError, RequestError
+from onebox.errors import (
+    ApiKeyError,
+    BodyTooLargeError,
+    InternalError,
+    NotServedError,
+    OneboxError,
+    QueueFullError,
+    RequestError,
+)
 from onebox.server import completions, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
-from onebox.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
+from onebox.server.intake import Intake, IntakeOptions
+from onebox.server.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    CompressBody,
+    DetokenizeBody,
+    GuardBody,
+    TokenizeBody,
+    parse_body,
+)
 from onebox.server.responses import Responses, ResponsesBody, Store
 
 log = logging.getLogger(__name__)
@@ -41,34 +59,11 @@ BODIES: Mapping[str, type] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": messages.MessagesBody,
     "/v1/messages/count_tokens": messages.CountBody,
+    "/v1/compress": CompressBody,
+    "/v1/guard": GuardBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-
-
-class BodyTooLargeError(RequestError):
-    status = 413
-    code = "request_too_large"
-
-
-class NotServedError(RequestError):
-    status = 501
-    code = "not_served"
-
-
-class ApiKeyError(RequestError):
-    status = 401
-    code = "invalid_api_key"
-    type = "authentication_error"
-
-
-class InternalError(RequestError):
-    status = 500
-    code = "internal_error"
-    type = "server_error"
-
-    def __init__(self) -> None:
-        super().__init__("Internal error; the server's log has it.")
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -141,8 +136,9 @@ class EventStream(Response):
         done: bytes = b"data: [DONE]\n\n",
         error_event: Callable[[RequestError], bytes] | None = None,
         refusal: Callable[[RequestError], Response] = error_response,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(media_type="text/event-stream")
+        super().__init__(headers=headers, media_type="text/event-stream")
         self.events = events
         self.ping_s = ping_s
         self.done = done
@@ -297,6 +293,7 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 30.0,
     response_store: str = ":memory:",
+    intake: IntakeOptions | None = None,
     on_start: Callable[[OneboxError | None], None] | None = None,
 ) -> FastAPI:
     """The server around an engine that is not started yet: it starts with the app and stops with it.
@@ -312,6 +309,7 @@ def create_app(
         reasoning=reasoning,
         tools=tools,
         template_options=template_options,
+        intake=Intake(intake, tokenizer=tokenizer.file),
     )
 
     async def start() -> None:
@@ -346,6 +344,7 @@ def create_app(
     add_error_handlers(app, service)
     add_responses(app, responses, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
+    add_intake(app, service.intake, max_body_bytes=max_body_bytes)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -408,31 +407,36 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
     @app.post("/v1/chat/completions", tags=["generation"])
     async def chat(request: Request) -> Response:
         body = await body_of(request, ChatBody)
-        run = await completions.prepare_chat(service, body)
+        run = await unless_hung_up(request, completions.prepare_chat(service, body))
         if body.stream:
-            return EventStream(data_events(completions.chat_chunks(service, run)), ping_s=ping_s)
-        return json_response(await unless_hung_up(request, completions.chat_response(service, run)))
+            return EventStream(data_events(completions.chat_chunks(service, run)), ping_s=ping_s, headers=run.headers)
+        value = await unless_hung_up(request, completions.chat_response(service, run))
+        return json_response(value, headers=run.headers)
 
     @app.post("/v1/completions", tags=["generation"])
     async def complete(request: Request) -> Response:
         body = await body_of(request, CompletionBody)
-        run = await completions.prepare_completion(service, body)
+        run = await unless_hung_up(request, completions.prepare_completion(service, body))
         if body.stream:
-            return EventStream(data_events(completions.completion_chunks(service, run)), ping_s=ping_s)
-        return json_response(await unless_hung_up(request, completions.completion_response(service, run)))
+            chunks = completions.completion_chunks(service, run)
+            return EventStream(data_events(chunks), ping_s=ping_s, headers=run.headers)
+        value = await unless_hung_up(request, completions.completion_response(service, run))
+        return json_response(value, headers=run.headers)
 
     @app.post("/v1/messages", tags=["generation"])
     async def anthropic(request: Request) -> Response:
         body = await body_of(request, messages.MessagesBody)
-        run = await messages.prepare(service, body)
+        run = await unless_hung_up(request, messages.prepare(service, body))
         if not body.stream:
-            return json_response(await unless_hung_up(request, messages.response(service, run)))
+            value = await unless_hung_up(request, messages.response(service, run))
+            return json_response(value, headers=run.headers)
         return EventStream(
             named_events(messages.stream(service, run)),
             ping_s=ping_s,
             done=b"",
             error_event=lambda e: named_event("error", messages.error_json(e)),
             refusal=lambda e: shaped_error("/v1/messages", e),
+            headers=run.headers,
         )
 
     @app.post("/v1/messages/count_tokens", tags=["tokens"])
@@ -516,11 +520,12 @@ def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body
     @app.post("/v1/responses", tags=["generation"])
     async def create(request: Request) -> Response:
         body = await read_body(request, ResponsesBody, max_body_bytes)
-        run, items = await responses.prepare(body)
+        run, items = await unless_hung_up(request, responses.prepare(body))
         if not body.stream:
-            return json_response(await unless_hung_up(request, responses.whole(body, run, items)))
+            value = await unless_hung_up(request, responses.whole(body, run, items))
+            return json_response(value, headers=run.headers)
         events = typed_events(responses.stream(body, run, items))
-        return EventStream(events, ping_s=ping_s, done=b"", error_event=failed)
+        return EventStream(events, ping_s=ping_s, done=b"", error_event=failed, headers=run.headers)
 
     @app.get("/v1/responses/{response_id}", tags=["generation"])
     async def stored(response_id: str) -> Response:
@@ -535,6 +540,41 @@ def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body
     async def delete(response_id: str) -> Response:
         responses.store.delete(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def add_intake(app: FastAPI, intake: Intake, *, max_body_bytes: int) -> None:
+    """Compression and guard by themselves, and what they did to the prompts of other requests."""
+
+    def one_of(values: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in values.items() if value is not None}
+        if len(given) != 1:
+            raise RequestError(f"Send exactly one of {', '.join(map(repr, values))}.", param=next(iter(values)))
+        return given
+
+    @app.post("/v1/compress", tags=["prompts"])
+    async def compress(request: Request) -> Response:
+        body = await read_body(request, CompressBody, max_body_bytes)
+        source = one_of({"messages": body.messages, "documents": body.documents, "prompt": body.prompt})
+        if body.messages is None:
+            source["instruction"] = body.instruction
+        done, report = await unless_hung_up(request, intake.compress(body.options(), **source))
+        value = {"object": "compression", **report.usage()["onebox"]["compression"], "trace_id": report.trace_id}
+        value |= {"messages": done.messages} if body.messages is not None else {"text": done.text}
+        return json_response(value, headers=report.headers())
+
+    @app.post("/v1/guard", tags=["prompts"])
+    async def guard(request: Request) -> Response:
+        body = await read_body(request, GuardBody, max_body_bytes)
+        source = one_of({"messages": body.messages, "prompt": body.prompt})
+        done, report = await unless_hung_up(request, intake.guard(body.policy, **source))
+        verdict = msgspec.json.decode(done.trace)["guard"]
+        value = {"object": "verdict", **verdict, "messages": done.messages, "trace_id": report.trace_id}
+        return json_response(value, headers=report.headers())
+
+    @app.get("/v1/onebox/traces/{trace_id}", tags=["prompts"])
+    async def trace(trace_id: str) -> Response:
+        """Which pieces of a prompt were dropped and why, and what the guard found."""
+        return Response(intake.traces.get(trace_id), media_type="application/json")
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:

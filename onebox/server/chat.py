@@ -49,6 +49,7 @@ class Tokenizer:
         self, rust: RustTokenizer, *, template: str | None = None, tokens: Mapping[str, str] | None = None
     ) -> None:
         self.rust = rust
+        self.file: str | None = None  # the tokenizer.json it was read from
         self.template_text = template
         self.template_tokens = dict(tokens or {})  # bos_token and so on, as the template may name them
         self.special_ids = frozenset(i for i, t in rust.get_added_tokens_decoder().items() if t.special)
@@ -68,7 +69,9 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         named = {k: v.get("content") if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
         tokens = {k: v for k, v in named.items() if isinstance(v, str)}
-        return cls(rust, template=find_template(folder, config), tokens=tokens)
+        made = cls(rust, template=find_template(folder, config), tokens=tokens)
+        made.file = str(file)
+        return made
 
     @property
     def n_ids(self) -> int:

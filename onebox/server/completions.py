@@ -16,9 +16,10 @@ import onebox
 from onebox.errors import RequestError
 from onebox.request import INT64, Request, SamplingParams, TokenLogprob
 from onebox.server.answers import Job, Prompt, Service, Steering, new_id
-from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer
+from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer, normalize_messages
+from onebox.server.intake import Report
 from onebox.server.parsers import AnswerParser, CallDelta
-from onebox.server.protocol import ChatBody, CompletionBody, GenerationBody
+from onebox.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 
 FINGERPRINT = f"onebox-{onebox.__version__}"
 LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
@@ -35,11 +36,19 @@ class Run:
     n: int  # answers a prompt; answer i belongs to prompt i // n
     body: GenerationBody
     created: int = field(default_factory=lambda: int(time.time()))
+    report: Report | None = None  # what compression and guard did to the prompt
 
     def usage(self) -> dict[str, Any]:
         prompt_tokens = sum(len(p.ids) for p in self.prompts)
         cached = sum(job.answer.usage.cached_tokens for job in self.jobs[:: self.n])
-        return usage_json(prompt_tokens, cached, [job.answer.usage for job in self.jobs])
+        return usage_json(prompt_tokens, cached, [job.answer.usage for job in self.jobs]) | self.intake_usage()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self.report.headers() if self.report else {}
+
+    def intake_usage(self) -> dict[str, Any]:
+        return self.report.usage() if self.report else {}
 
     def usage_of(self, index: int) -> dict[str, Any]:
         """Usage of one answer so far, for continuous_usage_stats."""
@@ -68,6 +77,7 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
     service.check_ready()
     model = service.model_name(body.model)
     tools, forced = chosen_tools(service, body)
+    body, report = await taken_in(service, body)
     prompt = await chat_prompt(service, body, tools)
     asked = body.max_completion_tokens or body.max_tokens
     params = body.sampling(
@@ -86,7 +96,16 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
         job = make_job(service, body, id, i, prompt, params, parser=service.parser(prompt.thinking, tools))
         job.answer.max_calls = 1 if one_call else None
         jobs.append(replace(job, steering=steering))
-    return Run(id, model, (prompt,), tuple(jobs), n, body)
+    return Run(id, model, (prompt,), tuple(jobs), n, body, report=report)
+
+
+async def taken_in(service: Service, body: ChatBody) -> tuple[ChatBody, Report | None]:
+    """The body with its messages guarded and shortened as it, or the server, asks. Raises RequestError."""
+    if not service.intake.wanted(body.compress, body.guard):
+        return body, None
+    messages = normalize_messages([m.model_dump(exclude_unset=True) for m in body.messages])
+    messages, report = await service.intake.messages(messages, body.compress, body.guard)
+    return body.model_copy(update={"messages": [ChatMessage.model_validate(m) for m in messages]}), report
 
 
 async def chat_prompt(service: Service, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> Prompt:
@@ -108,7 +127,14 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
         raise RequestError("Unsupported field 'best_of': answers are not ranked; use 'n'.", param="best_of")
     if body.echo and body.n_logprobs() is not None:
         raise RequestError("'echo' with 'logprobs': log probabilities are given for the answer only.", param="echo")
-    prompts = tuple([await service.text_prompt(p, param="prompt") for p in body.prompts()])
+    given, report = body.prompts(), None
+    if service.intake.wanted(body.compress, body.guard):
+        if len(given) == 1 and isinstance(given[0], str):
+            text, report = await service.intake.text(given[0], body.compress, body.guard)
+            given = [text]
+        elif body.compress or body.guard:  # what the server does by itself is for prompts it can read
+            raise RequestError("'compress' and 'guard' need one prompt of text.", param="prompt")
+    prompts = tuple([await service.text_prompt(p, param="prompt") for p in given])
     id = new_id("cmpl")
     jobs: list[Job] = []
     for prompt in prompts:
@@ -119,7 +145,7 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
             defaults=service.defaults,
         )
         jobs += [make_job(service, body, id, len(jobs) + i, prompt, params, seed_offset=i) for i in range(n)]
-    return Run(id, model, prompts, tuple(jobs), n, body)
+    return Run(id, model, prompts, tuple(jobs), n, body, report=report)
 
 
 def chosen_tools(service: Service, body: ChatBody) -> tuple[list[dict[str, Any]], tuple[str, ...]]:

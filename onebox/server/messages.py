@@ -18,7 +18,7 @@ from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, chat_prompt, chosen_tools, gather, prepare_chat
 from onebox.server.parsers import CallDelta
-from onebox.server.protocol import ChatBody, ChatMessage, RequestBody, translated
+from onebox.server.protocol import ChatBody, ChatMessage, IntakeFields, RequestBody, translated
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 ERROR_TYPES = {
@@ -88,7 +88,7 @@ class CountBody(RequestBody):
         return fields
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, IntakeFields):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -106,6 +106,8 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "compress": self.compress,
+            "guard": self.guard,
         }
         return translated(ChatBody, fields)
 
@@ -171,7 +173,7 @@ def error_json(e: RequestError) -> dict[str, Any]:
 async def prepare(service: Service, body: MessagesBody) -> Run:
     """Raises RequestError for all that can be refused."""
     run = await prepare_chat(service, body.chat_body())
-    return Run(new_id("msg").replace("-", "_"), run.model, run.prompts, run.jobs, run.n, run.body)
+    return Run(new_id("msg").replace("-", "_"), run.model, run.prompts, run.jobs, run.n, run.body, report=run.report)
 
 
 async def count_tokens(service: Service, body: CountBody) -> dict[str, Any]:
@@ -197,7 +199,8 @@ def head(run: Run, content: list[dict[str, Any]], *, reason: str | None, stop: A
             "cache_read_input_tokens": usage.cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
-        },
+        }
+        | run.intake_usage(),
     }
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onebox.errors import RequestError
 from onebox.request import SamplingParams
@@ -43,12 +43,47 @@ class RequestBody(BaseModel):
                 log.warning("unknown request field %r is ignored", name[:100])
 
 
+CompressMethod = Literal["auto", "llmlingua", "longllmlingua", "llmlingua2"]
+GuardPolicy = Literal["annotate", "flag", "block"]
+
+
+class CompressOptions(BaseModel):
+    """How a prompt is shortened before the model sees it.
+
+    `rate` is output over input tokens; `target_tokens` is never passed. A prompt of no more than `over_tokens` is left
+    alone, a longer one is shortened to it unless rate or target say otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: CompressMethod | None = None
+    rate: Annotated[float, Field(ge=0, le=1)] | None = None
+    target_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    over_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    roles: dict[str, Literal["keep", "compress"]] | None = None
+    question: str | None = None
+
+    @model_validator(mode="after")
+    def one_length(self) -> CompressOptions:
+        if self.rate is not None and self.target_tokens is not None:
+            raise ValueError("give rate or target_tokens, not both")
+        return self
+
+
+class IntakeFields(BaseModel):
+    """What any generating endpoint takes on top of its API: compression and guard of the prompt. Off unless asked for
+    here or at the server's start; false turns off what the server does by itself."""
+
+    compress: CompressOptions | bool | None = None
+    guard: GuardPolicy | Literal[False] | None = None
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(RequestBody):
+class GenerationBody(RequestBody, IntakeFields):
     """What every generating endpoint takes: OpenAI's fields, and vLLM's additions under vLLM's names."""
 
     model: str | None = Field(None, description="One of the names of /v1/models; the first one when left out.")
@@ -280,6 +315,28 @@ class ChatBody(GenerationBody):
         return options
 
 
+class CompressBody(RequestBody, CompressOptions):
+    """POST /v1/compress: messages, documents or a prompt, and the fields of `compress`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    documents: Annotated[list[str], Field(min_length=1)] | None = None
+    prompt: str | None = None
+    instruction: str | None = None
+
+    def options(self) -> CompressOptions:
+        return CompressOptions.model_validate(self.model_dump(include=set(CompressOptions.model_fields)))
+
+
+class GuardBody(RequestBody):
+    """POST /v1/guard: messages, or a prompt taken as one user message."""
+
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    policy: GuardPolicy = "annotate"
+
+
 class TokenizeBody(RequestBody):
     """POST /tokenize: a prompt, or messages."""
 
@@ -324,10 +381,18 @@ def validation_error(error: ValidationError) -> RequestError:
     if finding["type"] == "json_invalid":
         return RequestError(f"The body is not valid JSON: {finding['msg'].removeprefix('Invalid JSON: ')}.", param=None)
     field = dotted(finding["loc"])
+    if not field and finding["type"] == "value_error":
+        return RequestError(f"The body is not valid: {finding['msg'].removeprefix('Value error, ')}.", param=None)
     if not field:
         return RequestError(f"The body must be a JSON object: {finding['msg']}.", param=None)
+    if finding["type"] == "value_error":
+        return RequestError(f"'{field}': {finding['msg'].removeprefix('Value error, ')}.", param=field)
     shown = "" if finding["type"] == "missing" else f", got {short(finding['input'])}"
     return RequestError(f"'{field}': {finding['msg']}{shown}.", param=field)
+
+
+# members of unions, which pydantic names in a location
+MEMBERS = ("str", "int", "float", "bool", "dict", "function-after", "CompressOptions")
 
 
 def dotted(loc: Sequence[int | str]) -> str:
@@ -336,7 +401,7 @@ def dotted(loc: Sequence[int | str]) -> str:
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "dict", "function-after"):
+        elif part.isidentifier() and part not in MEMBERS:
             text += f".{part}" if text else part
     return text
 

@@ -16,23 +16,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onebox.errors import RequestError
+from onebox.errors import NotFoundError, RequestError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, prepare_chat
-from onebox.server.protocol import ChatBody, RequestBody, translated
+from onebox.server.protocol import ChatBody, IntakeFields, RequestBody, translated
 
 Event = dict[str, Any]
 Item = dict[str, Any]
 STATUS: Mapping[str, str] = {"stop": "completed", "length": "incomplete"}
 KEPT_RESPONSES = 10_000
-
-
-class ResponseNotFoundError(RequestError):
-    """No stored response has this id."""
-
-    status = 404
-    code = "response_not_found"
 
 
 class TextFormat(BaseModel):
@@ -47,7 +40,7 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
-class ResponsesBody(RequestBody):
+class ResponsesBody(RequestBody, IntakeFields):
     """POST /v1/responses."""
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -123,6 +116,8 @@ class ResponsesBody(RequestBody):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
             "chat_template_kwargs": self.chat_template_kwargs,
+            "compress": self.compress,
+            "guard": self.guard,
         }
         return translated(ChatBody, fields)
 
@@ -191,10 +186,10 @@ class Store:
         self._db.execute("delete from responses where n <= (select max(n) from responses) - ?", (KEPT_RESPONSES,))
 
     def get(self, id: str) -> tuple[dict[str, Any], list[Item]]:
-        """A response and its conversation. Raises ResponseNotFoundError."""
+        """A response and its conversation. Raises NotFoundError."""
         row = self._db.execute("select response, items from responses where id = ?", (id,)).fetchone()
         if row is None:
-            raise ResponseNotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
+            raise NotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
         return json.loads(row[0]), json.loads(row[1])
 
     def delete(self, id: str) -> None:
@@ -220,7 +215,7 @@ class Responses:
         if body.previous_response_id:
             try:
                 items = self.store.get(body.previous_response_id)[1]
-            except ResponseNotFoundError as e:
+            except NotFoundError as e:
                 raise RequestError(str(e), param="previous_response_id") from e
         items = [*items, *body.items()]
         run = await prepare_chat(self.service, body.chat_body(items))
@@ -390,6 +385,7 @@ def response_json(body: ResponsesBody, run: Run, output: Sequence[Item], status:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-        },
+        }
+        | run.intake_usage(),
         "user": body.user,
     }

@@ -21,6 +21,7 @@ from onebox.engine.process import EngineClient
 from onebox.errors import ConfigError, OneboxError
 from onebox.server.app import create_app
 from onebox.server.chat import Tokenizer, read_json
+from onebox.server.intake import IntakeOptions
 from onebox.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from onebox.server.protocol import DEFAULTED
 
@@ -46,6 +47,7 @@ class ServeOptions:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     log_level: str = "info"
     drain_s: float = 30.0
+    intake: IntakeOptions = field(default_factory=IntakeOptions)
 
     def __post_init__(self) -> None:
         def check(value: str, known: tuple[str, ...], flag: str) -> None:
@@ -168,6 +170,7 @@ def make_server(
         template_options=options.template_options,
         api_keys=options.api_keys,
         drain_s=options.drain_s,
+        intake=options.intake,
         on_start=on_start,
     )
     config = uvicorn.Config(
