@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onebox
-from onebox.config import MAX_DRAFT_LEN, EngineConfig, share_cores
+from onebox.config import MAX_DRAFT_LEN, EngineConfig, environment_keys, share_cores, upstream_key
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-REPEATED = ("--served-model-name", "--api-key")  # vLLM takes several values after one flag
+REPEATED = ("--served-model-name", "--api-key", "--allowed-origins")  # vLLM takes several values after one flag
 MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -53,6 +53,17 @@ def json_object(text: str | None, flag: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} must be a JSON object, got {text[:80]}.")
     return value
+
+
+def json_list(values: Sequence[str]) -> list[str]:
+    """Values as given, or a JSON list of them, which is how vLLM takes some flags."""
+    if len(values) == 1 and values[0].startswith("["):
+        try:
+            found = json.loads(values[0])
+        except ValueError as e:
+            raise ConfigError(f"not a JSON list: {values[0][:80]} ({e}).") from e
+        return [str(value) for value in found]
+    return list(values)
 
 
 def draft_len(text: str | None) -> int | None:
@@ -145,8 +156,17 @@ def serve(
     ] = None,
     generation_config: Annotated[str, typer.Option(help="auto, vllm, or a folder.")] = "auto",
     override_generation_config: Annotated[str | None, typer.Option(metavar="JSON")] = None,
-    api_key: Annotated[list[str] | None, typer.Option(help="Keys to ask for; may be repeated.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="Keys to ask for; also ONEBOX_API_KEY.")] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="File of keys, one a line.")] = None,
+    allowed_origins: Annotated[list[str] | None, typer.Option(help="Origins of pages that may call; none.")] = None,
+    response_store: Annotated[str, typer.Option(metavar="PATH", help="SQLite file of stored responses.")] = ":memory:",
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL", help="Serve in front of this server; no model is loaded.")
+    ] = None,
+    upstream_timeout: Annotated[float, typer.Option(help="Seconds without a byte from it before 504.")] = 600.0,
     log_level: Annotated[str, typer.Option("--log-level", "--uvicorn-log-level")] = "info",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    enable_log_requests: Annotated[bool, typer.Option(help="Write prompts into the log.")] = False,
     drain_s: Annotated[
         float, typer.Option("--drain-s", "--shutdown-timeout", help="Seconds to finish answers.")
     ] = 30.0,
@@ -168,7 +188,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API. Flags are vLLM's."""
     from onebox.server.intake import IntakeOptions
-    from onebox.server.serve import ServeOptions
+    from onebox.server.serve import ServeOptions, UpstreamOptions, all_keys, serve_upstream
     from onebox.server.serve import serve as run
 
     if tensor_parallel_size != 1 or pipeline_parallel_size != 1:
@@ -190,6 +210,28 @@ def serve(
             "--disable-log-requests": disable_log_requests,
         }
     )
+    http: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "api_keys": all_keys(api_key or (), api_key_file, environment_keys()),
+        "allowed_origins": tuple(json_list(allowed_origins or ())),
+        "log_level": log_level,
+        "log_format": log_format,
+        "log_prompts": enable_log_requests,
+        "drain_s": drain_s,
+        "intake": IntakeOptions(
+            compress_over=compress_over,
+            method=compress_method,  # type: ignore[arg-type]  # IntakeOptions refuses unknown names
+            scorer=compress_model,
+            guard=guard,  # type: ignore[arg-type]
+        ),
+    }
+    say(f"onebox {onebox.__version__}")
+    if upstream is not None:
+        if model or model_flag:
+            raise ConfigError(f"--upstream {upstream} serves that server's model; leave {model or model_flag!r} out.")
+        serve_upstream(UpstreamOptions(upstream, upstream_key(), upstream_timeout, **http), say=say)
+        return
     options = ServeOptions(
         engine=EngineConfig(
             model=resolve_model(model, model_flag),
@@ -204,25 +246,15 @@ def serve(
             prefix_caching=enable_prefix_caching,
         ),
         served_names=tuple(served_model_name or ()),
-        host=host,
-        port=port,
-        api_keys=tuple(api_key or ()),
         generation_config=generation_config,
         override_generation_config=json_object(override_generation_config, "--override-generation-config"),
         reasoning_parser=reasoning_parser,
         tool_parser=tool_call_parser if enable_auto_tool_choice else "none",
         chat_template=chat_template,
         template_options=json_object(default_chat_template_kwargs, "--default-chat-template-kwargs"),
-        log_level=log_level,
-        drain_s=drain_s,
-        intake=IntakeOptions(
-            compress_over=compress_over,
-            method=compress_method,  # type: ignore[arg-type]  # IntakeOptions refuses unknown names
-            scorer=compress_model,
-            guard=guard,  # type: ignore[arg-type]
-        ),
+        response_store=response_store,
+        **http,
     )
-    say(f"onebox {onebox.__version__}")
     run(options, make_engine, say=say)
 
 

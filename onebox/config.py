@@ -76,6 +76,17 @@ class EngineConfig:
         return replace(self, device=device, dtype=dtype)
 
 
+def environment_keys() -> tuple[str, ...]:
+    """API keys of ONEBOX_API_KEY (several: by commas), or of VLLM_API_KEY where that is not set."""
+    value = os.environ.get("ONEBOX_API_KEY") or os.environ.get("VLLM_API_KEY") or ""
+    return tuple(key.strip() for key in value.split(",") if key.strip())
+
+
+def upstream_key() -> str | None:
+    """ONEBOX_UPSTREAM_KEY: the key for the server behind, which a command line would show to every user."""
+    return os.environ.get("ONEBOX_UPSTREAM_KEY") or None
+
+
 def cpu_threads() -> int:
     """Threads for CPU arithmetic: OMP_NUM_THREADS when set, else the cores this process may use."""
     value = os.environ.get("OMP_NUM_THREADS", "")

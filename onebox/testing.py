@@ -127,9 +127,15 @@ class FakeEngine:
                 prompt_tokens=len(request.prompt),
                 drafted=drafted,
                 accepted=max(0, drafted if reason is None else drafted - 1),
+                accepted_per_pos=self._kept(drafted, ended=reason is not None),
             )
             if reason is not None:
                 return
+
+    def _kept(self, drafted: int, *, ended: bool) -> tuple[int, ...]:
+        """Every draft is kept but the very last one."""
+        k = self.tokens_per_step - 1
+        return tuple(drafted // k - (ended and i == k - 1) for i in range(k))
 
     @staticmethod
     def _logprob(token: int, n: int) -> TokenLogprob:

@@ -170,7 +170,7 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, slots = self.scheduler, self.scheduler.prefix.slots
         return EngineStats(
             **self._counts,
             pages_total=scheduler.pages.total,
@@ -180,6 +180,10 @@ class Engine:
             pages_free=scheduler.pages.n_free,
             slots_free=scheduler.slots.n_free,
             preemptions=scheduler.preemptions,
+            snapshots_total=slots.device.total,
+            snapshots_free=slots.device.n_free,
+            host_snapshots_total=slots.host.total,
+            host_snapshots_free=slots.host.n_free,
             prefix=dict(scheduler.prefix.counts),
         )
 

@@ -55,6 +55,10 @@ class EngineStats:
     preemptions: int = 0
     finished: int = 0
     cancelled: int = 0
+    snapshots_total: int = 0
+    snapshots_free: int = 0
+    host_snapshots_total: int = 0
+    host_snapshots_free: int = 0
     prefix: Mapping[str, int] = field(default_factory=dict)  # lookups, hits, misses by reason, evictions
 
 

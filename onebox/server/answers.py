@@ -94,7 +94,7 @@ class Service:
         self.tools = tools
         self.template_options = dict(template_options or {})
         self.intake = intake or Intake()
-        self.metrics = Metrics(engine, self.served_names[0])
+        self.metrics = Metrics(engine, self.served_names[0], self.intake.savings)
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.detail = "engine"  # what the current phase is busy with
@@ -252,6 +252,7 @@ class Service:
                 async with aclosing(cast(Any, self.engine.generate(request))) as outputs:
                     async for output in outputs:
                         delta = answer.push(output)
+                        record.output(output)
                         record.step(answer.usage)
                         if not delta.empty:
                             yield delta

@@ -7,8 +7,11 @@ Every failure has OpenAI's shape, `{"error": {message, type, param, code}}`; aft
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
+import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -17,6 +20,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import onebox
@@ -30,7 +35,7 @@ from onebox.errors import (
     QueueFullError,
     RequestError,
 )
-from onebox.server import completions, messages, metrics
+from onebox.server import completions, logs, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
 from onebox.server.intake import Intake, IntakeOptions
@@ -83,12 +88,19 @@ def error_response(e: RequestError) -> Response:
 
 async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
     """The body, checked. Its content type is not looked at: it can only be JSON. Raises RequestError."""
+    return parse_body(kind, await read_bytes(request, limit))
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The body as it came. Raises BodyTooLargeError."""
     data = bytearray()
     async for part in request.stream():
         data += part
         if len(data) > limit:
             raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
-    return parse_body(kind, bytes(data))
+    if getattr(request.app.state, "log_prompts", False):
+        logs.access.info("body of %s: %s", request.url.path, data.decode("utf-8", "replace"))
+    return bytes(data)
 
 
 async def hung_up(receive: Receive) -> None:
@@ -246,37 +258,70 @@ async def typed_events(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGen
 
 
 class Gate:
-    """Checks API keys and names each request. Bearer or x-api-key; compared in constant time."""
+    """Names each request, checks its key, and writes the access log. Bearer or x-api-key; compared in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
         self.app = app
-        self.keys = [k.encode() for k in keys]
+        self.keys = [digest(k.encode()) for k in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")[:128] or new_id("req").encode()
+        # what a client sends ends up in logs and headers: printable, without spaces, and short
+        given = headers.get(b"x-request-id", b"")[:128]
+        id = given.decode("ascii") if re.fullmatch(rb"[!-~]+", given) else new_id("req")
+        scope.setdefault("state", {})["request_id"] = id
+        token, begun_s, status = logs.request_id.set(id), time.perf_counter(), 0
 
         async def send_named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", id.encode())]
             await send(message)
 
-        if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
-            e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
-            await shaped_error(scope["path"], e)(scope, receive, send_named)
-            return
-        await self.app(scope, receive, send_named)
+        try:
+            if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
+                e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+                await shaped_error(scope["path"], e)(scope, receive, send_named)
+            else:
+                await self.app(scope, receive, send_named)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            ms = round((time.perf_counter() - begun_s) * 1000, 1)
+            level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+            told = {"method": scope["method"], "path": scope["path"][:200], "status": status or 499, "ms": ms}
+            logs.access.log(level, "%(method)s %(path)s %(status)d %(ms)s ms", told, extra=told)
+            logs.request_id.reset(token)
 
     def _known(self, headers: Mapping[bytes, bytes]) -> bool:
         given = [headers.get(b"x-api-key", b"")]
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             given.append(bearer.strip())
-        # No short cut: the time must not tell which key nearly matched.
-        return sum(hmac.compare_digest(g, k) for g in given for k in self.keys) > 0
+        # No short cut: the time must not tell which key nearly matched, nor how long one is.
+        return sum(hmac.compare_digest(digest(g), k) for g in given for k in self.keys) > 0
+
+
+def digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def add_gate(app: FastAPI, *, api_keys: Sequence[str], allowed_origins: Sequence[str]) -> None:
+    """Keys and request ids, and outside them what a browser's page of another origin may do (nothing, by default)."""
+    app.add_middleware(Gate, keys=tuple(api_keys))
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-onebox-trace", "x-onebox-compression", "x-onebox-guard", "retry-after"],
+        )
 
 
 def create_app(
@@ -289,6 +334,8 @@ def create_app(
     tools: bool = True,
     template_options: Mapping[str, Any] | None = None,
     api_keys: Sequence[str] = (),
+    allowed_origins: Sequence[str] = (),
+    log_prompts: bool = False,
     ping_s: float = PING_S,
     max_body_bytes: int = MAX_BODY_BYTES,
     drain_s: float = 30.0,
@@ -340,8 +387,9 @@ def create_app(
     responses = Responses(service, Store(response_store))
     app = FastAPI(title="onebox", version=onebox.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.state.service, app.state.responses = service, responses
-    app.add_middleware(Gate, keys=tuple(api_keys))
-    add_error_handlers(app, service)
+    app.state.log_prompts = log_prompts
+    add_gate(app, api_keys=api_keys, allowed_origins=allowed_origins)
+    add_error_handlers(app, service.metrics)
     add_responses(app, responses, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_intake(app, service.intake, max_body_bytes=max_body_bytes)
@@ -349,9 +397,9 @@ def create_app(
     return app
 
 
-def add_error_handlers(app: FastAPI, service: Service) -> None:
+def add_error_handlers(app: FastAPI, counters: metrics.HttpMetrics) -> None:
     def count(status: int, code: str | None) -> None:
-        service.metrics.http_errors.labels(str(status), str(code)).inc()
+        counters.http_errors.labels(str(status), str(code)).inc()
 
     async def refused(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)
@@ -371,11 +419,14 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
 
     async def internal(request: Request, _: Exception) -> Response:
         count(500, "internal_error")
-        return shaped_error(request.url.path, InternalError())
+        response = shaped_error(request.url.path, InternalError())
+        response.headers["x-request-id"] = request.scope.get("state", {}).get("request_id", "")
+        return response
 
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, internal)
 
 

@@ -6,20 +6,27 @@ Takes what happens to answers; engine totals and gauges are read from EngineStat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from onebox.engine.process import EngineClient
+from onebox.request import Output
 from onebox.server.chat import AnswerUsage
+
+if TYPE_CHECKING:
+    from onebox.server.intake import Savings
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
 LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 LENGTHS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+# Why a prompt found nothing in the prefix cache: shorter than a page, begun by nobody, no state kept, other salt.
+MISSES = ("too_short", "no_match", "no_snapshot", "salt")
 
 
 class Record:
@@ -31,6 +38,19 @@ class Record:
         self._begun_s = self._last_s = time.perf_counter()
         self._tokens = 0
         self._done = False
+        self._drafts: tuple[str, int, tuple[int, ...]] = ("", 0, ())  # of the engine request now running
+
+    def output(self, output: Output) -> None:
+        """After each engine step of this answer, before `step`: counts drafts."""
+        m, (id, drafted, kept) = self._metrics, self._drafts
+        if id != output.request_id:
+            drafted, kept = 0, ()
+        if output.drafted > drafted:
+            m.drafts.labels(*m.labels).inc()
+        for position, total in enumerate(output.accepted_per_pos):
+            if new := total - (kept[position] if position < len(kept) else 0):
+                m.drafts_kept.labels(*m.labels, str(position)).inc(new)
+        self._drafts = (output.request_id, output.drafted, output.accepted_per_pos)
 
     def step(self, usage: AnswerUsage) -> None:
         """After each engine step of this answer."""
@@ -58,20 +78,42 @@ class Record:
             m.tpot.observe((self._last_s - self._first_s) / (usage.completion_tokens - 1))
 
 
-class Metrics:
-    """All series of one server, in a registry of its own."""
+class HttpMetrics:
+    """Series of a server whatever stands behind it: errors, compression, guard. The registry is its own."""
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self.labels = (model_name, "0")
+    def __init__(self, savings: Savings) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(IntakeCollector(savings))
+        self.http_errors = Counter(
+            "onebox:http_errors",
+            "Requests refused or failed, by status and code.",
+            ("status", "code"),
+            registry=self.registry,
+        )
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class Metrics(HttpMetrics):
+    """All series of one server around an engine."""
+
+    def __init__(self, engine: EngineClient, model_name: str, savings: Savings) -> None:
+        super().__init__(savings)
+        self.labels = (model_name, "0")
         self.registry.register(EngineCollector(engine, self.labels))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
             return made.labels(*self.labels)
 
-        self.success = Counter(
-            "vllm:request_success", "Answers ended, by reason.", (*LABELS, "finished_reason"), registry=self.registry
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=self.registry)
+
+        self.success = counter("request_success", "Answers ended, by reason.", "finished_reason")
+        self.drafts = counter("spec_decode_num_drafts", "Verified windows that had drafts.")
+        self.drafts_kept = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by position in their window.", "position"
         )
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_S)
         self.itl = histogram(
@@ -81,18 +123,32 @@ class Metrics:
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCY_S)
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTHS)
         self.request_generation_tokens = histogram("request_generation_tokens", "Answer tokens a request.", LENGTHS)
-        self.http_errors = Counter(
-            "onebox:http_errors",
-            "Requests refused or failed, by status and code.",
-            ("status", "code"),
-            registry=self.registry,
-        )
 
     def begin(self, prompt_tokens: int) -> Record:
         return Record(self, prompt_tokens)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+
+class IntakeCollector(Collector):
+    """Totals of compression and guard, read at the time of the scrape."""
+
+    def __init__(self, savings: Savings) -> None:
+        self._savings = savings
+
+    def collect(self) -> Iterator[Metric]:
+        s = self._savings
+        yield counter_family("onebox:compressed_prompts", "Prompts made shorter.", s.compressed)
+        yield counter_family("onebox:compression_tokens_before", "Tokens of prompts looked at.", s.tokens_before)
+        yield counter_family("onebox:compression_tokens_after", "Tokens of those prompts sent on.", s.tokens_after)
+        yield counter_family("onebox:intake_seconds", "Seconds prompts waited for compression and guard.", s.seconds)
+        yield counter_family("onebox:intake_abandoned", "Compressions ended early: hung up, or too long.", s.abandoned)
+        guarded = CounterMetricFamily("onebox:guard_verdicts", "Prompts judged, by action.", labels=("action",))
+        for action in ("pass", "annotate", "flag", "block"):
+            guarded.add_metric((action,), s.guarded.get(action, 0))
+        yield guarded
+
+
+def counter_family(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)
 
 
 class EngineCollector(Collector):
@@ -111,6 +167,10 @@ class EngineCollector(Collector):
             "vllm:kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", used),
             "onebox:state_slots_free": ("Recurrent-state slots free.", s.slots_free),
             "onebox:state_slots": ("Recurrent-state slots.", s.slots_total),
+            "onebox:snapshots": ("Snapshots of recurrent states on the device.", s.snapshots_total - s.snapshots_free),
+            "onebox:snapshots_total": ("Room for snapshots on the device.", s.snapshots_total),
+            "onebox:host_snapshots": ("Snapshots in host memory.", s.host_snapshots_total - s.host_snapshots_free),
+            "onebox:host_snapshots_total": ("Room for snapshots in host memory.", s.host_snapshots_total),
         }
         counters = {
             "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prompt_tokens),
@@ -122,6 +182,7 @@ class EngineCollector(Collector):
             "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", s.drafted_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Draft tokens kept.", s.accepted_tokens),
             "onebox:engine_steps": ("Steps of the engine.", s.steps),
+            "onebox:prefix_evicted_pages": ("Cached pages given up for room.", s.prefix.get("evicted_pages", 0)),
             "onebox:requests_cancelled": ("Requests cancelled before their end.", s.cancelled),
         }
         for name, (text, value) in gauges.items():
@@ -132,3 +193,29 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        yield self._by_name(
+            "onebox:prefix_lookups",
+            "Prompts looked up in the prefix cache, by result.",
+            "result",
+            {
+                "hit": s.prefix.get("hits", 0),
+                **{reason: s.prefix.get(f"miss_{reason}", 0) for reason in MISSES},
+            },
+        )
+        yield self._by_name(
+            "onebox:snapshot_moves",
+            "Snapshots made, moved and dropped.",
+            "move",
+            {
+                "saved": s.prefix.get("saved", 0),
+                "offloaded": s.prefix.get("offloaded", 0),
+                "loaded": s.prefix.get("loaded", 0),
+                "evicted": s.prefix.get("evicted_snapshots", 0),
+            },
+        )
+
+    def _by_name(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from onebox.errors import NotFoundError, RequestError
+from onebox.errors import ConfigError, NotFoundError, RequestError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, prepare_chat
@@ -174,11 +174,21 @@ def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 class Store:
-    """Responses by id in SQLite, each with its conversation; the oldest beyond KEPT_RESPONSES are dropped."""
+    """Responses by id in SQLite, each with its conversation; the oldest beyond KEPT_RESPONSES are dropped.
+
+    A file outlives the server. Raises ConfigError for one that cannot be used.
+    """
 
     def __init__(self, path: str = ":memory:") -> None:
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.execute("create table if not exists responses (n integer primary key, id unique, response, items)")
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            # a response is lost by a power cut at most, never by a crash of the server
+            self._db.execute("pragma journal_mode = wal").fetchall()
+            self._db.execute("pragma synchronous = normal")
+            self._db.execute("create table if not exists responses (n integer primary key, id unique, response, items)")
+            self._db.execute("select n, id, response, items from responses limit 1").fetchall()
+        except sqlite3.Error as e:
+            raise ConfigError(f"--response-store {path}: {e}; name a file that can be written.") from e
 
     def put(self, response: Mapping[str, Any], items: Sequence[Item]) -> None:
         row = (response["id"], json.dumps(response), json.dumps(items))

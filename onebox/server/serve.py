@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-import logging
+import math
+import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, get_args
+from urllib.parse import urlsplit
 
 import uvicorn
+from fastapi import FastAPI
 
 from onebox.config import EngineConfig
 from onebox.engine.process import EngineClient
-from onebox.errors import ConfigError, OneboxError
+from onebox.errors import ConfigError, OneboxError, RequestError
+from onebox.request import SamplingParams
+from onebox.server import logs
 from onebox.server.app import create_app
 from onebox.server.chat import Tokenizer, read_json
 from onebox.server.intake import IntakeOptions
+from onebox.server.logs import LogFormat
 from onebox.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 from onebox.server.protocol import DEFAULTED
 
@@ -30,35 +36,89 @@ Say = Callable[[str], None]
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """What a server is started with. `generation_config` is auto (the model folder's), vllm (none) or a folder."""
+@dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+    """What any server is started with, whatever stands behind it. Raises ConfigError naming the flag at fault."""
 
-    engine: EngineConfig
-    served_names: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_format: LogFormat = "text"
+    log_prompts: bool = False
+    drain_s: float = 30.0
+    intake: IntakeOptions = field(default_factory=IntakeOptions)
+
+    def __post_init__(self) -> None:
+        known(self.log_level.lower(), LOG_LEVELS, "--log-level")
+        known(self.log_format, get_args(LogFormat), "--log-format")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+        if not 0 <= self.drain_s < math.inf:
+            raise ConfigError(f"--drain-s must be 0 or more seconds, got {self.drain_s:g}.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError(f"--allowed-origins: {origin!r} is no origin such as https://chat.example, nor '*'.")
+        if not all(self.api_keys):
+            raise ConfigError("--api-key: an empty key would let anyone in; leave the flag out instead.")
+
+
+@dataclass(frozen=True)
+class ServeOptions(HttpOptions):
+    """An engine behind it. `generation_config` is auto (the model folder's), vllm (none) or a folder."""
+
+    engine: EngineConfig
+    served_names: tuple[str, ...] = ()
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)
     reasoning_parser: str = "qwen3"
     tool_parser: str = "qwen3_coder"
     chat_template: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    log_level: str = "info"
-    drain_s: float = 30.0
-    intake: IntakeOptions = field(default_factory=IntakeOptions)
+    response_store: str = ":memory:"  # an SQLite file
 
     def __post_init__(self) -> None:
-        def check(value: str, known: tuple[str, ...], flag: str) -> None:
-            if value not in known:
-                raise ConfigError(f"{flag} {value!r} is not known. Known: {', '.join(known)}.")
+        super().__post_init__()
+        known(self.reasoning_parser, (*REASONING_PARSERS, "none"), "--reasoning-parser")
+        known(self.tool_parser, (*TOOL_PARSERS, "none"), "--tool-call-parser")
 
-        check(self.reasoning_parser, (*REASONING_PARSERS, "none"), "--reasoning-parser")
-        check(self.tool_parser, (*TOOL_PARSERS, "none"), "--tool-call-parser")
-        check(self.log_level.lower(), LOG_LEVELS, "--log-level")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"--port must be between 0 and 65535, got {self.port}.")
+
+@dataclass(frozen=True)
+class UpstreamOptions(HttpOptions):
+    """Another server behind it. `key` is sent there in place of the caller's; `read_s` without a byte is too slow."""
+
+    url: str
+    key: str | None = None
+    read_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"--upstream must be a base URL such as https://host/v1, got {self.url!r}.")
+        if not 0 < self.read_s < math.inf:
+            raise ConfigError(f"--upstream-timeout must be above 0 seconds, got {self.read_s:g}.")
+
+
+def known(value: str, values: tuple[str, ...], flag: str) -> None:
+    if value not in values:
+        raise ConfigError(f"{flag} {value!r} is not known. Known: {', '.join(values)}.")
+
+
+def all_keys(given: Sequence[str], file: str | None, environment: Sequence[str]) -> tuple[str, ...]:
+    """API keys of the flags, of a file (one a line, # for remarks) and of the environment. Raises ConfigError."""
+    keys = [*given, *environment]
+    if file is not None:
+        try:
+            lines = Path(file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--api-key-file {file}: cannot be read ({e}).") from e
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file {file}: holds no key, and would let anyone in.")
+        keys += found
+    return tuple(dict.fromkeys(keys))
 
 
 def bundled_model() -> str:
@@ -90,8 +150,26 @@ def sampling_defaults(folder: Path, mode: str, override: Mapping[str, Any]) -> d
         folder = model_folder(mode)
     found = {} if mode == "vllm" else read_json(folder / "generation_config.json")
     if unknown := set(override) - set(DEFAULTED):
-        raise ConfigError(f"--override-generation-config: {', '.join(sorted(unknown))} not known. Known: {DEFAULTED}.")
-    return {k: v for k, v in {**found, **override}.items() if k in DEFAULTED and isinstance(v, int | float)}
+        raise ConfigError(
+            f"--override-generation-config: {', '.join(sorted(unknown))} not known. Known: {', '.join(DEFAULTED)}."
+        )
+    check_sampling(override, "--override-generation-config")
+    found = {k: v for k, v in found.items() if k in DEFAULTED and v is not None}
+    check_sampling(found, str(folder / "generation_config.json"))
+    return {**found, **override}
+
+
+def check_sampling(values: Mapping[str, Any], source: str) -> None:
+    """Raises ConfigError naming the source for a value that no request could send."""
+    for name, value in values.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise ConfigError(f"{source}: {name} must be a {'whole ' if whole else ''}number, got {value!r}.")
+        given: dict[str, Any] = {name: value}
+        try:
+            SamplingParams(**given)
+        except RequestError as e:
+            raise ConfigError(f"{source}: {e}") from e
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -160,33 +238,46 @@ def make_server(
             )
         start.done.set()
 
-    app = create_app(
-        engine,
-        tokenizer=tokenizer,
-        served_names=names,
-        defaults=defaults,
-        reasoning=options.reasoning_parser != "none",
-        tools=options.tool_parser != "none",
-        template_options=options.template_options,
-        api_keys=options.api_keys,
-        drain_s=options.drain_s,
-        intake=options.intake,
-        on_start=on_start,
-    )
+    try:
+        app = create_app(
+            engine,
+            tokenizer=tokenizer,
+            served_names=names,
+            defaults=defaults,
+            reasoning=options.reasoning_parser != "none",
+            tools=options.tool_parser != "none",
+            template_options=options.template_options,
+            api_keys=options.api_keys,
+            drain_s=options.drain_s,
+            intake=options.intake,
+            allowed_origins=options.allowed_origins,
+            log_prompts=options.log_prompts,
+            response_store=options.response_store,
+            on_start=on_start,
+        )
+        server = uvicorn_server(app, options)
+    except BaseException:
+        sock.close()
+        raise
+    return server, sock, start, names[0]
+
+
+def uvicorn_server(app: FastAPI, options: HttpOptions) -> uvicorn.Server:
+    """Our own access log, and logging as it is configured already."""
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
+        server_header=False,
         lifespan="on",
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
     )
-    server = uvicorn.Server(config)
-    return server, sock, start, names[0]
+    return uvicorn.Server(config)
 
 
 def serve(options: ServeOptions, make_engine: MakeEngine, *, say: Say = print) -> None:
     """Serves until a signal says otherwise. Raises OneboxError when the start fails."""
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(options.log_level, options.log_format)
     server, sock, start, name = make_server(options, make_engine, say)
     url = url_of(sock)
 
@@ -200,6 +291,26 @@ def serve(options: ServeOptions, make_engine: MakeEngine, *, say: Say = print) -
         server.run(sockets=[sock])
     if start.failure is not None:
         raise start.failure
+
+
+def serve_upstream(options: UpstreamOptions, *, say: Say = print) -> None:
+    """Serves in front of another server until a signal says otherwise. Loads no model, and so no torch."""
+    from onebox.server.upstream import create_upstream_app
+
+    logs.configure(options.log_level, options.log_format)
+    app = create_upstream_app(
+        options.url,
+        intake=options.intake,
+        key=options.key,
+        api_keys=options.api_keys,
+        allowed_origins=options.allowed_origins,
+        log_prompts=options.log_prompts,
+        read_s=options.read_s,
+        drain_s=options.drain_s,
+    )
+    with listen(options.host, options.port) as sock:
+        say(f"ready: {url_of(sock)}/v1 in front of {options.url}")
+        uvicorn_server(app, options).run(sockets=[sock])
 
 
 @contextmanager
