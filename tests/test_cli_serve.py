@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -216,3 +217,16 @@ def test_sigterm_finishes_answers_under_way() -> None:
         _, err = server.communicate(timeout=20)
     assert "curl " in err
     assert "Traceback" not in err
+
+
+def test_a_refusal_while_loading_is_the_only_thing_said_after_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    done = run("serve", str(folder), "--port", "0")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert [line for line in lines if "INFO" in line] == []
+    assert [line for line in lines if line.startswith("onebox: error:")] == lines[-1:]
+    assert "Traceback" not in done.stderr

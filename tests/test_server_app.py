@@ -499,3 +499,44 @@ def test_embeddings_are_501_by_name_and_stats_are_the_engines() -> None:
             assert (await client.get("/v1/onebox/stats")).json()["finished"] == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "messages"),
+        (TEXT, {"prompt": "word " * 9000}, "prompt"),
+        ("/v1/responses", {"input": "word " * 9000}, "input"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 5}, None),
+        ("/v1/responses", {"input": [{"role": "king", "content": "x"}]}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+    ],
+)
+def test_a_refusal_names_the_field_of_its_own_api(path: str, body: dict[str, Any], param: str | None) -> None:
+    response = post(saying("x"), path, body)
+    assert response.status_code == 400
+    if param is not None:
+        error = error_of(response)
+        assert error["param"] == param
+        assert param == "messages" or "'messages" not in error["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_stream_options_without_a_stream_are_refused(path: str) -> None:
+    body = {"messages": HI, "prompt": "Hi", "stream_options": {"include_usage": True}}
+    assert error_of(post(saying("x"), path, body))["param"] == "stream_options"
+    assert post(saying("x"), path, {**body, "stream_options": None}).status_code == 200
+    assert post(saying("x"), path, {**body, "stream": True}).status_code == 200
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["missing", "null"])
+def test_a_message_without_content_is_refused(role: str, content: dict[str, Any]) -> None:
+    error = error_of(post(saying("x"), CHAT, {"messages": [*HI, {"role": role, **content}]}))
+    assert error["param"] == "messages[1].content"
+
+
+def test_a_turn_of_calls_alone_and_a_tool_that_said_nothing_are_fine() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": None}]
+    assert post(saying("x"), CHAT, {"messages": [*HI, *history]}).status_code == 200

@@ -176,7 +176,7 @@ class Service:
         ids = tuple(await self.encode(text))
         return Prompt(ids, prompt_thinking(text), self.tokenizer.turn_ends(ids))
 
-    def room(self, n_prompt: int, asked: int | None) -> int:
+    def room(self, n_prompt: int, asked: int | None, *, param: str = "messages") -> int:
         """Tokens the answer may have: what is asked (None: no limit), or what the context leaves if that is less.
 
         Raises ContextLengthError when the prompt leaves no room at all.
@@ -186,7 +186,7 @@ class Service:
             raise ContextLengthError(
                 f"This model's maximum context length is {limit} tokens, but the prompt has {n_prompt} tokens"
                 f"{' and leaves none for the answer' if n_prompt == limit else ''}. Shorten the prompt.",
-                param="messages",
+                param=param,
             )
         return min(limit - n_prompt, asked or limit)
 

@@ -237,6 +237,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     rest: list[dict[str, Any]] = []
     for i, m in enumerate(messages):
         role = m.get("role")
+        if m.get("content") is None and role in ("system", "developer", "user"):
+            raise RequestError(f"'messages[{i}].content' is missing.", param=f"messages[{i}].content")
         text = content_text(m.get("content"), param=f"messages[{i}].content")
         if role in ("system", "developer"):
             if text := without_billing_line(text):

@@ -139,7 +139,7 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
     jobs: list[Job] = []
     for prompt in prompts:
         params = body.sampling(
-            max_tokens=service.room(len(prompt.ids), body.max_tokens or 16),
+            max_tokens=service.room(len(prompt.ids), body.max_tokens or 16, param="prompt"),
             vocab=service.engine.info.vocab,
             logprobs=body.n_logprobs(),
             defaults=service.defaults,

@@ -111,6 +111,11 @@ class GenerationBody(RequestBody, IntakeFields):
     cache_salt: str | None = None
     user: str | None = None
 
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' needs 'stream': true.", param="stream_options")
+
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if any(not s for s in stops):

@@ -7,6 +7,7 @@ other than function (agents send them) are left out.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -122,6 +123,14 @@ class ResponsesBody(RequestBody, IntakeFields):
         return translated(ChatBody, fields)
 
 
+def named_here(e: RequestError) -> RequestError:
+    """The same error, naming the field of this API's body in place of the chat's."""
+    if e.param is not None and e.param.startswith("messages"):
+        e.param = "input"
+        e.args = (re.sub(r"'messages(\[\d+\])?", "'input", str(e)),)
+    return e
+
+
 def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("name", "description", "parameters")
     return {"type": "function", "function": {k: tool[k] for k in fields if tool.get(k) is not None}}
@@ -228,7 +237,10 @@ class Responses:
             except NotFoundError as e:
                 raise RequestError(str(e), param="previous_response_id") from e
         items = [*items, *body.items()]
-        run = await prepare_chat(self.service, body.chat_body(items))
+        try:
+            run = await prepare_chat(self.service, body.chat_body(items))
+        except RequestError as e:
+            raise named_here(e) from e
         return replace(run, id=new_id("resp").replace("-", "_")), items
 
     def cancel(self, id: str) -> None:
