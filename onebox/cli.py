@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -109,6 +110,14 @@ def note_unneeded(given: dict[str, object]) -> None:
     for flag, value in given.items():
         if value not in (None, False):
             say(f"note: {flag} is not needed here and changes nothing")
+
+
+def read_text(file: str) -> str:
+    """A file's text, or standard input's for `-`. Raises ConfigError."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{file}: cannot be read as UTF-8 text ({e}).") from e
 
 
 def resolve_model(model: str | None, flag: str | None) -> str:
@@ -414,10 +423,7 @@ def compress(
         rate = 0.5
     compressor = command.build_compressor(method, model)
     options = {"rate": rate, "target_tokens": target_tokens, "question": question}
-    try:
-        text = sys.stdin.read() if file == "-" else open(file, encoding="utf-8", newline="").read()  # noqa: SIM115
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: cannot be read as UTF-8 text ({e}).") from e
+    text = read_text(file)
     if jsonl:
         for line in command.compress_lines(text.splitlines(), compressor, **options):
             typer.echo(line)
@@ -427,6 +433,29 @@ def compress(
     if html:
         command.write_html(result, html)
     say(summary)
+
+
+@app.command()
+def guard(
+    file: Annotated[str, typer.Argument(help="Text, or messages as JSON; - for standard input.")] = "-",
+    policy: Annotated[
+        str, typer.Option(help="annotate: add the intention to the system prompt; flag; or block.")
+    ] = "flag",
+    threshold: Annotated[
+        float | None, typer.Option(help="Score from which a text is flagged; the detector's own if not given.")
+    ] = None,
+    detector: Annotated[str, typer.Option(help="head (needs its encoder), phrases, or auto.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="The verdict as one JSON object.")] = False,
+) -> None:
+    """Score a prompt for injection and say what it asks for. Exit status 3 when flag or block applies."""
+    from onebox.prompt import guard_command
+
+    ready = guard_command.build_guard(policy, threshold, detector)
+    text = read_text(file)
+    verdict = ready.check(guard_command.parse(text))
+    typer.echo(guard_command.shown(verdict, as_json=as_json))
+    if guard_command.status(verdict):
+        raise typer.Exit(guard_command.status(verdict))
 
 
 def typed_lines() -> Iterator[str]:
@@ -458,7 +487,8 @@ def root(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted."""
+    """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted;
+    `guard` adds 3: flagged."""
     share_cores()
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:

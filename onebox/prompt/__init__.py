@@ -13,6 +13,7 @@ from onebox.prompt.scoring import (
     StatisticScorer,
     TokenScores,
 )
+from onebox.prompt.security import Detector, Guard, Intention, SecurityLingua, Verdict
 from onebox.prompt.trace import Span, Trace
 
 __all__ = [
@@ -22,12 +23,17 @@ __all__ = [
     "ClassifierScorer",
     "CompressedPrompt",
     "Compressor",
+    "Detector",
     "EngineScorer",
+    "Guard",
+    "Intention",
     "LikelihoodRanker",
     "Ranker",
     "Scorer",
+    "SecurityLingua",
     "Span",
     "StatisticScorer",
     "TokenScores",
     "Trace",
+    "Verdict",
 ]
