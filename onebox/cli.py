@@ -304,7 +304,6 @@ def build(
         raise ConfigError(f"--format {format_!r} is not known. Known: onebox, auto-round.")
     if format_ == "auto-round" and (recipe not in (None, "int4") or donor or mtp not in ("recipe", "keep", "drop")):
         raise ConfigError("--format auto-round is INT4 and 16-bit; leave out --recipe, --fp8-from and --mtp.")
-    from pathlib import Path
 
     from onebox.checkpoint.progress import progress
     from onebox.checkpoint.write import BuildOptions, prepare, room
@@ -343,7 +342,6 @@ def build(
 
 
 def verify_build(path: str, source: str | None, revision: str | None, *, quiet: bool) -> None:
-    from pathlib import Path
 
     from onebox.checkpoint import manifest
     from onebox.checkpoint.progress import progress
