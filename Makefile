@@ -18,6 +18,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
 test-all: test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest -m 'slow and not gpu and not browser' --timeout=900
 
 install: $(VENV)/.installed

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -58,7 +59,7 @@ encode_json = msgspec.json.Encoder().encode
 PING_S = 10.0
 MAX_BODY_BYTES = 32 * 2**20
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no key needed
-BODIES: Mapping[str, type] = {
+BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
@@ -628,19 +629,59 @@ def add_intake(app: FastAPI, intake: Intake, *, max_body_bytes: int) -> None:
         return Response(intake.traces.get(trace_id), media_type="application/json")
 
 
+ERROR_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+FAILURES = {
+    "400": "The request is wrong; `param` names the field.",
+    "401": "No valid API key.",
+    "404": "No such model, response or trace.",
+    "413": "The body is too large.",
+    "429": "The queue is full; Retry-After says when to come back.",
+    "501": "Not served.",
+    "503": "The server starts, drains or has failed.",
+}
+
+
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document. Bodies are parsed by hand, so their schemas are put in by hand."""
+    """The OpenAPI document. Bodies are parsed by hand, so their schemas, and those of failures, are put in by hand."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         _, schemas = models_json_schema(
             [(kind, "validation") for kind in BODIES.values()], ref_template="#/components/schemas/{model}"
         )
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        for path, kind in BODIES.items():
-            schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-            document["paths"][path]["post"]["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": schema}},
-            }
+        known = document.setdefault("components", {}).setdefault("schemas", {})
+        known |= schemas["$defs"] | {"Error": ERROR_SCHEMA}
+        failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        value = {"application/json": {"schema": {"type": "object"}}}
+        for path, methods in document["paths"].items():
+            for operation in methods.values():
+                operation["responses"] = {"200": {"description": "The answer.", "content": dict(value)}}
+                operation["responses"] |= {
+                    status: {"description": text, "content": failure} for status, text in FAILURES.items()
+                }
+            if path == "/metrics":
+                methods["get"]["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+            elif path in ("/health", "/health/ready", "/ping"):
+                methods["get"]["responses"]["503"]["content"] = value
+            if (kind := BODIES.get(path)) is not None:
+                schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+                methods["post"]["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+                if "stream" in kind.model_fields:
+                    events = {"text/event-stream": {"schema": {"type": "object"}}}
+                    methods["post"]["responses"]["200"]["content"] |= events
         app.openapi_schema = document
     return app.openapi_schema
