@@ -50,12 +50,14 @@ def counter_of(tokenizer: Any | None) -> Counter:
 
 @dataclass(frozen=True)
 class Slice:
-    """Source characters [start, end) of a part, at `out` in the output. part -1: a separator, not from the source."""
+    """Source characters [start, end) of a part, at `out` in the output. part -1: a separator, not from the source;
+    `note`: text that stands there in their place, a count of what was left out."""
 
     part: int
     start: int
     end: int
     out: int
+    note: str = ""
 
 
 def assemble(
@@ -75,7 +77,7 @@ def assemble(
         if start == end:
             return
         body = separator if part < 0 else parts[part][start:end]
-        if slices and slices[-1].part == part and slices[-1].end == start and part >= 0:
+        if slices and slices[-1].part == part and slices[-1].end == start and part >= 0 and not slices[-1].note:
             slices[-1] = Slice(part, slices[-1].start, end, slices[-1].out)
         else:
             slices.append(Slice(part, start, end, length))
@@ -85,6 +87,10 @@ def assemble(
     for part in order:
         text, row, keep = parts[part], pieces[part], kept[part]
         held = np.flatnonzero(keep)
+        gone: dict[int, list[int]] = {}  # bond -> lengths of its copies that are not kept
+        for piece in (row[int(at)] for at in np.flatnonzero(~keep)):
+            if piece.same >= 0:
+                gone.setdefault(piece.same, []).append(piece.end - piece.lead)
         if not len(held):
             if not row and text and all(not other.strip() for other in parts):
                 emit(part, 0, len(text))
@@ -108,6 +114,13 @@ def assemble(
                         best = max(gaps, key=lambda gap: (text.count("\n", *gap), gap[0]))
                         emit(part, *best)
                 emit(part, piece.start, piece.end)
+            if piece.bond in gone:
+                lengths = gone.pop(piece.bond)
+                note = f" [{len(lengths)} more like it]"
+                if len(note) <= sum(lengths):
+                    slices.append(Slice(part, piece.end, piece.end, length, note))
+                    out.append(note)
+                    length += len(note)
             previous = index
         if previous == len(row) - 1:
             emit(part, row[-1].end, len(text))

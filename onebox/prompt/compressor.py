@@ -380,7 +380,7 @@ def _rebuild(
     texts = ["" for _ in trace.parts]
     for item in trace.slices:
         if item.part >= 0:
-            texts[item.part] += trace.parts[item.part][item.start : item.end]
+            texts[item.part] += trace.parts[item.part][item.start : item.end] + item.note
     out = [copy.deepcopy(dict(message)) for message in messages]
     for (index, position), text in zip(places, texts, strict=True):
         if position is None:

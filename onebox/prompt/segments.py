@@ -64,6 +64,7 @@ class Piece:
     weight: float = 0.0  # added to the score: below zero for what repeats, above for what a reader looks for
     rule: str = ""
     sentence: int = 0
+    same: int = -1  # bond of an earlier piece that this one repeats: copies that go are counted behind it
 
 
 @dataclass(slots=True)
@@ -157,7 +158,10 @@ _SCAN = regex.compile(
     r"|(?P<unspaced>(?:[เแโใไ](?=\p{Thai}))?[" + _UNSPACED + r"]\p{M}*)"
     r"|(?P<katakana>[\p{Katakana}ー]{1,24}+)"
     r"|(?P<word>(?:(?![" + _UNSPACED + r"\p{Katakana}])[\w\p{M}])"
-    r"(?:(?![" + _UNSPACED + r"\p{Katakana}])[\w\p{M}\u200c\u200d]|['’.·&-](?=\p{L}(?!\s*$)))*+)"
+    r"(?:(?!["
+    + _UNSPACED
+    + r"\p{Katakana}])[\w\p{M}\u200c\u200d]|(?:['’.·-]|&(?![A-Za-z]\w{1,30};))(?=\p{L}(?!\s*$)))*+)"
+    r"|(?P<entity>&(?:[A-Za-z]\w{1,30}|#\d{1,7}|#[xX][0-9A-Fa-f]{1,6});)"
     r"|(?P<cmp>[<>≤≥≠=!]=?=?|[≤≥≠≈]|&&|\|\|)"
     r"|(?P<end>[.!?。！？…؟۔।॥]++)"
     r"|(?P<sep>[,;:，、；：،؛]++)"

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import regex
 
+from onebox.prompt.code import LANGUAGES, code_pieces
+from onebox.prompt.lines import is_yaml, log_pieces, log_regions, yaml_pieces
 from onebox.prompt.segments import Bonds, Options, Piece, text_pieces
 
 _FENCE = regex.compile(r"^[ ]{0,3}(```+|~~~+)[^\n]*\n(?:.*?\n)??[ ]{0,3}\1[ \t]*$", regex.MULTILINE | regex.DOTALL)
@@ -15,6 +18,12 @@ _TAG = regex.compile(
     r"<(?P<close>/)?(?P<name>[A-Za-z][\w:.-]{0,60})"
     r"(?:\s+[\w:@.-]{1,60}+(?:\s*+=\s*+(?:\"[^\"<]{0,2000}\"|'[^'<]{0,2000}'|[^\s\"'<>=]{1,500}+))?+)*+\s*+(?P<void>/)?>"
 )
+_ISLAND = regex.compile(
+    r"(?P<comment><!--.*?-->)|(?P<section><!\[CDATA\[.*?\]\]>)|(?P<declaration><\?.*?\?>|<![A-Za-z][^<>]{0,500}>)"
+    r"|(?P<script><(script|style|pre|textarea)\b[^<>]{0,1000}>.*?</\5\s*>)",
+    regex.DOTALL | regex.IGNORECASE,
+)
+_ISLAND_WEIGHT = {"comment": -2.0, "section": 0.0, "declaration": -1.0, "script": 0.0}
 _TABLE = regex.compile(
     r"(?:^[ ]*\|?[^\n]*\|[^\n]*\n)[ ]*\|?[ ]*:?-{2,}:?[ ]*(?:\|[ ]*:?-{2,}:?[ ]*)*\|?[ ]*$", regex.MULTILINE
 )
@@ -24,29 +33,72 @@ _JSON_TOKEN = regex.compile(r'"(?:[^"\\]|\\.)*+"|-?\d[\d.eE+-]*+|true|false|null
 def pieces_of(text: str, bonds: Bonds, options: Options) -> list[Piece]:
     """All pieces of `text`, in order; together with the whitespace between them they cover it exactly."""
     if options.policy("json") == "inside" and _is_json(text):
-        return _json_pieces(text, bonds, options)
+        return _json_pieces(text, 0, len(text), bonds, options)
+    if options.code_language is not None and options.policy("code") == "inside":
+        whole = _body_pieces(text, 0, len(text), options.code_language, bonds, options, -1)
+        if whole is not None:
+            return _renumber(text, whole)
+    if options.policy("yaml") == "inside" and is_yaml(text):
+        whole = yaml_pieces(text, 0, len(text), bonds, options, keep=True)
+        if whole is not None:
+            return _renumber(text, whole)
     pieces: list[Piece] = []
     position = 0
-    policy = options.policy("code")
     for fence in _FENCE.finditer(text):
-        pieces += _markup_pieces(text, position, fence.start(), bonds, options)
-        lead = pieces[-1].end if pieces else 0
-        pieces.append(
-            Piece(
-                fence.start(),
-                fence.end(),
-                "code",
-                lead,
-                keep=policy == "keep",
-                drop=policy == "drop",
-                bond=bonds.new(),
-                rule=f"code: {policy}",
-                sentence=pieces[-1].sentence + 1 if pieces else 0,
-            )
-        )
+        pieces += _plain_pieces(text, position, fence.start(), bonds, options)
+        pieces += _fence_pieces(text, fence, bonds, options, pieces[-1] if pieces else None)
         position = fence.end()
-    pieces += _markup_pieces(text, position, len(text), bonds, options)
+    pieces += _plain_pieces(text, position, len(text), bonds, options)
     return _renumber(text, pieces)
+
+
+def _fence_pieces(text: str, fence: Any, bonds: Bonds, options: Options, before: Piece | None) -> list[Piece]:
+    """A fenced block: whole by the policy of code, or its two fences and the pieces between them."""
+    policy = options.policy("code")
+    start, end = fence.span()
+    lead, sentence = (before.end, before.sentence + 1) if before else (0, 0)
+    bond = bonds.new()
+    opening = text.find("\n", start, end)
+    closing = text.rfind("\n", start, end)
+    words = text[start:opening].strip().lstrip("`~").split()
+    if policy == "inside" and closing > opening:
+        language = words[0].lower().strip("{}.") if words else ""
+        inner = _body_pieces(text, opening + 1, closing, language, bonds, options, bond)
+        if inner:
+            first = Piece(start, opening, "code", lead, bond=bond, weight=-2.0, rule="fence", sentence=sentence)
+            return [first, *inner, Piece(closing + 1, end, "code", inner[-1].end, bond=bond, weight=-2.0, rule="fence")]
+    keep, drop = policy == "keep", policy == "drop"
+    return [Piece(start, end, "code", lead, keep=keep, drop=drop, bond=bond, rule=f"code: {policy}", sentence=sentence)]
+
+
+def _body_pieces(
+    text: str, start: int, end: int, language: str, bonds: Bonds, options: Options, outer: int
+) -> list[Piece] | None:
+    """Pieces of text in a known language; None where it is unknown or does not parse, so that it stays whole."""
+    if language in LANGUAGES:
+        return code_pieces(text, start, end, LANGUAGES[language], bonds, outer)
+    if language == "json" and options.policy("json") == "inside" and _is_json(text[start:end]):
+        return _json_pieces(text, start, end, bonds, options, outer)
+    if language in ("yaml", "yml") and options.policy("yaml") == "inside":
+        return yaml_pieces(text, start, end, bonds, options, keep=False, outer=outer)
+    if (
+        language in ("log", "console", "text", "")
+        and options.policy("log") == "inside"
+        and log_regions(text, start, end)
+    ):
+        return log_pieces(text, start, end, bonds, outer)
+    return None
+
+
+def _plain_pieces(text: str, start: int, end: int, bonds: Bonds, options: Options) -> list[Piece]:
+    """Text outside fences: logs by lines, the rest as markup and prose."""
+    pieces: list[Piece] = []
+    position = start
+    for first, last in log_regions(text, start, end) if options.policy("log") == "inside" else ():
+        pieces += _markup_pieces(text, position, first, bonds, options)
+        pieces += log_pieces(text, first, last, bonds)
+        position = last
+    return pieces + _markup_pieces(text, position, end, bonds, options)
 
 
 def _renumber(text: str, pieces: list[Piece]) -> list[Piece]:
@@ -86,15 +138,15 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def _json_pieces(text: str, bonds: Bonds, options: Options) -> list[Piece]:
+def _json_pieces(text: str, start: int, end: int, bonds: Bonds, options: Options, outer: int = -1) -> list[Piece]:
     """Valid JSON: keys, scalars and the first element of every array stay; later elements go whole, with their comma;
-    words inside string values go one by one, never splitting an escape."""
+    words inside string values go one by one, never splitting an escape. With `outer` it goes and stays with that."""
     pieces: list[Piece] = []
-    root = bonds.new()
+    root = bonds.new() if outer < 0 else outer
     # One frame a container: [is array, bond its tokens belong to, elements begun, next string is a key]
     frames: list[list[int | bool]] = []
-    bond, lead = root, 0
-    for token in _JSON_TOKEN.finditer(text):
+    bond, lead = root, start
+    for token in _JSON_TOKEN.finditer(text, start, end):
         left, right = token.span()
         symbol = text[left]
         if symbol == "," and frames and frames[-1][0]:
@@ -102,7 +154,7 @@ def _json_pieces(text: str, bonds: Bonds, options: Options) -> list[Piece]:
         elif symbol in "}]":
             bond = int(frames.pop()[1])
         parent = int(frames[-1][1]) if frames and frames[-1][0] and bond != frames[-1][1] else -1
-        held = bond == root
+        held = bond == root and outer < 0
         if symbol == '"' and frames and not frames[-1][0] and frames[-1][3]:
             frames[-1][3] = False
             pieces.append(Piece(left, right, "json", lead, keep=held, bond=bond, needs=parent, rule="json structure"))
@@ -128,14 +180,19 @@ def _json_pieces(text: str, bonds: Bonds, options: Options) -> list[Piece]:
 
 
 def _markup_pieces(text: str, start: int, end: int, bonds: Bonds, options: Options) -> list[Piece]:
-    """Running text with balanced tags bonded in pairs and table rows atomic."""
+    """Running text with balanced tags bonded in pairs and table rows atomic. Comments, CDATA, scripts and single tags
+    are atomic too."""
     if options.policy("xml") != "inside" or "<" not in text[start:end]:
         return _table_pieces(text, start, end, bonds, options, -1)
-    tags = list(_TAG.finditer(text, start, end))
+    marks = sorted([*_ISLAND.finditer(text, start, end), *_TAG.finditer(text, start, end)], key=lambda m: m.start())
+    tags: list[Any] = []
+    for mark in marks:
+        if not tags or mark.start() >= tags[-1].end():  # a tag inside a comment is no tag
+            tags.append(mark)
     pair: dict[int, int] = {}
     stack: list[int] = []
     for index, tag in enumerate(tags):
-        if tag["void"]:
+        if tag.re is _ISLAND or tag["void"]:
             continue
         if not tag["close"]:
             stack.append(index)
@@ -150,11 +207,12 @@ def _markup_pieces(text: str, start: int, end: int, bonds: Bonds, options: Optio
     enclosing: list[int] = []
     position = start
     for index, tag in enumerate(tags):
-        if index not in pair and not tag["void"]:
-            continue  # plain text that looks like a tag
         outer = enclosing[-1] if enclosing else -1
         pieces += _table_pieces(text, position, tag.start(), bonds, options, outer)
-        if tag["close"]:
+        weight, rule = (-2.0, "tag") if index in pair else (0.0, "single tag")
+        if tag.re is _ISLAND:
+            bond, weight, rule = bonds.new(), _ISLAND_WEIGHT[tag.lastgroup], f"markup {tag.lastgroup}"
+        elif index in pair and tag["close"]:
             bond = enclosing.pop()
             outer = enclosing[-1] if enclosing else -1
         else:
@@ -170,8 +228,8 @@ def _markup_pieces(text: str, start: int, end: int, bonds: Bonds, options: Optio
                 bond=bond,
                 needs=outer,
                 pulls=outer >= 0,
-                weight=-2.0,
-                rule="tag",
+                weight=weight,
+                rule=rule,
             )
         )
         position = tag.end()

@@ -100,7 +100,7 @@ class Trace:
         """One line a stretch in source order: `  ` kept, `- ` dropped."""
         lines = []
         for part, text in enumerate(self.parts):
-            stretches = [(s.start, "  ", text[s.start : s.end]) for s in self.slices if s.part == part]
+            stretches = [(s.start, "  ", text[s.start : s.end]) for s in self.slices if s.part == part and not s.note]
             stretches += [(start, "- ", body) for owner, start, body in self.drops() if owner == part]
             lines += [mark + json.dumps(body, ensure_ascii=False) for _, mark, body in sorted(stretches)]
         return "\n".join(lines)
