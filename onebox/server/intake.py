@@ -36,6 +36,7 @@ from onebox.server.traces import Traces
 
 if TYPE_CHECKING:
     from onebox.prompt import CompressedPrompt, Compressor
+    from onebox.prompt.security import Guard
 
 log = logging.getLogger(__name__)
 
@@ -345,7 +346,7 @@ def tokenizer_of(file: str | None) -> Any:
 
 
 @lru_cache(maxsize=4)
-def guard_of(policy: GuardPolicy) -> Any:
-    from importlib import import_module
+def guard_of(policy: GuardPolicy) -> Guard:
+    from onebox.prompt.security import Guard
 
-    return import_module("onebox.prompt.security").Guard(policy)
+    return Guard(policy)
