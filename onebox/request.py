@@ -5,7 +5,7 @@ Nothing here knows text or HTTP, and nothing here computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from onebox.errors import RequestError
@@ -115,6 +115,11 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
+
+
+def joined(first: Output, then: Output) -> Output:
+    """Two Outputs of one request as one: tokens of both, totals and end of the later."""
+    return replace(then, tokens=first.tokens + then.tokens, logprobs=first.logprobs + then.logprobs)
 
 
 @dataclass(frozen=True)

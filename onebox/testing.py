@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -17,8 +18,9 @@ class FakeEngine:
     """An EngineClient whose answers are `script(request)`, then the end-of-text token.
 
     Each step takes `step_s` and gives `tokens_per_step` tokens (1 verified, the rest counted as kept drafts); the first
-    comes after `prefill_s`. Beyond `max_num_seqs` requests wait, beyond `max_waiting` they are refused. `fail_after`
-    ends each answer with an error after that many tokens; `fail_start` is what start() raises.
+    comes after `prefill_s`. `paced`: steps go on while their Outputs wait to be read, as those of an engine elsewhere
+    do, and what has waited comes as one Output. Beyond `max_num_seqs` requests wait, beyond `max_waiting` they are
+    refused. `fail_after` ends each answer with an error after that many tokens; `fail_start` is what start() raises.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         step_s: float = 0.0,
         prefill_s: float = 0.0,
+        paced: bool = False,
         max_model_len: int = 8192,
         max_num_seqs: int = 16,
         max_waiting: int = 256,
@@ -38,12 +41,14 @@ class FakeEngine:
     ) -> None:
         self.script: Script = script if callable(script) else lambda _: script
         self.tokens_per_step, self.step_s, self.prefill_s = tokens_per_step, step_s, prefill_s
+        self.paced = paced
         self.max_waiting, self.fail_after, self.fail_start = max_waiting, fail_after, fail_start
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.is_alive = False
         self._info = EngineInfo("fake", "fake", vocab, max_model_len, max_num_seqs, tokens_per_step - 1, (eos,), "cpu")
         self._counts = Counter(slots_total=max_num_seqs, slots_free=max_num_seqs, pages_total=100, pages_free=100)
+        self._kept_per_pos = [0] * (tokens_per_step - 1)
         self._slots = asyncio.Semaphore(max_num_seqs)
 
     @property
@@ -63,7 +68,7 @@ class FakeEngine:
         return self.is_alive
 
     def stats(self) -> EngineStats:
-        return EngineStats(**self._counts, prefix={})
+        return EngineStats(**self._counts, accepted_per_pos=tuple(self._kept_per_pos), prefix={})
 
     def _count(self, **changes: int) -> None:
         for name, change in changes.items():
@@ -95,9 +100,13 @@ class FakeEngine:
 
     async def _outputs(self, request: Request) -> AsyncIterator[Output]:
         script, params, given, drafted = list(self.script(request)), request.params, 0, 0
+        begun_s, steps_done = time.perf_counter(), 0
         while True:
             await asyncio.sleep(self.step_s)
-            end = min(given + self.tokens_per_step, params.max_tokens)
+            due = int((time.perf_counter() - begun_s) / self.step_s) - steps_done if self.paced and self.step_s else 1
+            steps = max(1, due)
+            steps_done += steps
+            end = min(given + steps * self.tokens_per_step, params.max_tokens)
             tokens = tuple(script[given:end])
             if favoured := [t for t, bias in params.logit_bias if bias >= 100]:
                 tokens = (favoured[0],)
@@ -111,8 +120,10 @@ class FakeEngine:
             elif end == params.max_tokens:
                 reason = "length"
             given += len(tokens)
-            drafted += self.tokens_per_step - 1
-            self._count(steps=1, generated_tokens=len(tokens))
+            drafted += steps * (self.tokens_per_step - 1)
+            for i in range(self.tokens_per_step - 1):
+                self._kept_per_pos[i] += steps - (reason is not None and i == self.tokens_per_step - 2)
+            self._count(draft_windows=steps * (self.tokens_per_step > 1), steps=steps, generated_tokens=len(tokens))
             if self.fail_after is not None and given >= self.fail_after:
                 yield Output(request.id, tokens, finish_reason="error", error="scripted failure")
                 return

@@ -135,3 +135,36 @@ def test_a_step_that_hangs_makes_the_engine_not_alive(config: EngineConfig, monk
         await engine.stop()
 
     asyncio.run(main())
+
+
+def test_a_slow_reader_gets_what_has_waited_at_once_and_loses_nothing(config: EngineConfig) -> None:
+    async def main() -> None:
+        engine = ThreadEngine(config)
+        await engine.start()
+        quick = [o async for o in engine.generate(ask("quick", max_tokens=60))]
+        slow = []
+        async for output in engine.generate(ask("slow", max_tokens=60)):
+            slow.append(output)
+            while engine.stats().running:  # all the rest waits by then
+                await asyncio.sleep(0.01)
+        assert len(slow) <= 3 < len(quick)
+        assert [t for o in slow for t in o.tokens] == [t for o in quick for t in o.tokens]
+        assert (slow[-1].finish_reason, slow[-1].drafted) == (quick[-1].finish_reason, quick[-1].drafted)
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_acceptance_by_position_adds_up_to_the_drafts_kept(config: EngineConfig) -> None:
+    async def main() -> None:
+        engine = ThreadEngine(config)
+        await engine.start()
+        await asyncio.gather(*(collect(engine.generate(ask(f"r{i}", max_tokens=30))) for i in range(3)))
+        stats = engine.stats()
+        assert sum(stats.accepted_per_pos) == stats.accepted_tokens
+        assert len(stats.accepted_per_pos) == 2
+        assert stats.accepted_per_pos[0] >= stats.accepted_per_pos[1]
+        assert stats.draft_windows <= stats.drafted_tokens <= 2 * stats.draft_windows
+        await engine.stop()
+
+    asyncio.run(main())

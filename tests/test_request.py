@@ -10,7 +10,7 @@ import torch
 
 from onebox.engine.sampler import SamplingRows, sample
 from onebox.errors import RequestError
-from onebox.request import INT64, SamplingParams
+from onebox.request import INT64, Output, SamplingParams, TokenLogprob, joined
 
 WHOLE = ["max_tokens", "top_k", "seed", "min_tokens", "logprobs"]  # the server's schema takes whole numbers alone
 NUMBERS = [*WHOLE, "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -89,3 +89,11 @@ def test_64_bits_are_the_bound() -> None:
     assert SamplingParams(top_k=INT64 - 1, seed=-INT64).top_k == INT64 - 1
     with pytest.raises(RequestError, match="top_k"):
         SamplingParams(top_k=INT64)
+
+
+def test_joined_outputs_have_the_tokens_of_both_and_the_totals_of_the_later() -> None:
+    first = Output("r", (1, 2), (TokenLogprob(1, -0.1), TokenLogprob(2, -0.2)), prompt_tokens=5, drafted=2, accepted=1)
+    then = Output("r", (3,), (TokenLogprob(3, -0.3),), finish_reason="length", prompt_tokens=5, drafted=4, accepted=2)
+    both = joined(first, then)
+    assert (both.tokens, [p.token for p in both.logprobs]) == ((1, 2, 3), [1, 2, 3])
+    assert (both.finish_reason, both.drafted, both.accepted) == ("length", 4, 2)

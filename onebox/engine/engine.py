@@ -88,6 +88,7 @@ class Engine:
         self.runner = GraphRunner(model, cache)
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()
+        self._accepted_per_pos = [0] * draft_len
         self._arrivals = 0
 
     @property
@@ -178,12 +179,14 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_free=scheduler.pages.n_free,
+            pages_cached=scheduler.prefix.n_idle,
             slots_free=scheduler.slots.n_free,
             preemptions=scheduler.preemptions,
             snapshots_total=slots.device.total,
             snapshots_free=slots.device.n_free,
             host_snapshots_total=slots.host.total,
             host_snapshots_free=slots.host.n_free,
+            accepted_per_pos=tuple(self._accepted_per_pos),
             prefix=dict(scheduler.prefix.counts),
         )
 
@@ -215,7 +218,7 @@ class Engine:
             rows = 1 + len(s.drafts)
             tokens = accept(s.drafts, targets[row : row + rows])
             s.drafted += rows - 1
-            self._count(drafted_tokens=rows - 1)
+            self._count(drafted_tokens=rows - 1, draft_windows=int(rows > 1))
             n = self._settle(s, len(tokens), tokens, logits[row : row + rows], outputs)
             news.append(News(s, n, hidden[row : row + n]))
             row += rows
@@ -234,6 +237,7 @@ class Engine:
         s.accepted += kept
         for i in range(kept):
             s.accepted_per_pos[i] += 1
+            self._accepted_per_pos[i] += 1
         s.verified(n_rows, tokens)
         if reason is None and len(s.tokens) >= s.max_len:
             reason = "length"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from onebox.config import EngineConfig
 from onebox.errors import EngineUnavailableError, OneboxError, RequestError
-from onebox.request import Output, Request
+from onebox.request import Output, Request, joined
 
 if TYPE_CHECKING:
     from onebox.engine.engine import Engine
@@ -45,6 +45,7 @@ class EngineStats:
     waiting: int = 0
     pages_total: int = 0
     pages_free: int = 0
+    pages_cached: int = 0  # held by the prefix cache alone: given up when a request needs room
     slots_total: int = 0
     slots_free: int = 0
     prompt_tokens: int = 0
@@ -52,6 +53,8 @@ class EngineStats:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    draft_windows: int = 0  # verified windows that had drafts
+    accepted_per_pos: tuple[int, ...] = ()  # windows in which draft i was kept
     preemptions: int = 0
     finished: int = 0
     cancelled: int = 0
@@ -162,6 +165,14 @@ class ThreadEngine:
         try:
             while not ended:
                 item = await outputs.get()
+                # a reader slower than the engine gets what has waited at once, and so keeps up
+                while isinstance(item, Output) and item.finish_reason is None and not outputs.empty():
+                    later = outputs.get_nowait()
+                    if isinstance(later, Output):
+                        item = joined(item, later)
+                    else:
+                        yield item
+                        item = later
                 ended = isinstance(item, OneboxError) or item.finish_reason is not None
                 if isinstance(item, OneboxError):
                     raise item

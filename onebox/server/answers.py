@@ -252,7 +252,6 @@ class Service:
                 async with aclosing(cast(Any, self.engine.generate(request))) as outputs:
                     async for output in outputs:
                         delta = answer.push(output)
-                        record.output(output)
                         record.step(answer.usage)
                         if not delta.empty:
                             yield delta

@@ -14,7 +14,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from onebox.engine.process import EngineClient
-from onebox.request import Output
 from onebox.server.chat import AnswerUsage
 
 if TYPE_CHECKING:
@@ -38,19 +37,6 @@ class Record:
         self._begun_s = self._last_s = time.perf_counter()
         self._tokens = 0
         self._done = False
-        self._drafts: tuple[str, int, tuple[int, ...]] = ("", 0, ())  # of the engine request now running
-
-    def output(self, output: Output) -> None:
-        """After each engine step of this answer, before `step`: counts drafts."""
-        m, (id, drafted, kept) = self._metrics, self._drafts
-        if id != output.request_id:
-            drafted, kept = 0, ()
-        if output.drafted > drafted:
-            m.drafts.labels(*m.labels).inc()
-        for position, total in enumerate(output.accepted_per_pos):
-            if new := total - (kept[position] if position < len(kept) else 0):
-                m.drafts_kept.labels(*m.labels, str(position)).inc(new)
-        self._drafts = (output.request_id, output.drafted, output.accepted_per_pos)
 
     def step(self, usage: AnswerUsage) -> None:
         """After each engine step of this answer."""
@@ -111,10 +97,6 @@ class Metrics(HttpMetrics):
             return Counter(f"vllm:{name}", text, (*LABELS, *labels), registry=self.registry)
 
         self.success = counter("request_success", "Answers ended, by reason.", "finished_reason")
-        self.drafts = counter("spec_decode_num_drafts", "Verified windows that had drafts.")
-        self.drafts_kept = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Drafts kept, by position in their window.", "position"
-        )
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", LATENCY_S)
         self.itl = histogram(
             "inter_token_latency_seconds", "Between tokens of one answer, a step's time shared.", STEP_S
@@ -160,11 +142,12 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         s = self._engine.stats()
-        used = 1 - s.pages_free / s.pages_total if s.pages_total else 0.0
+        used = 1 - (s.pages_free + s.pages_cached) / s.pages_total if s.pages_total else 0.0
         gauges = {
             "vllm:num_requests_running": ("Answers in the current batch.", s.running),
             "vllm:num_requests_waiting": ("Requests waiting for a slot.", s.waiting),
-            "vllm:kv_cache_usage_perc": ("Share of KV pages in use, 0 to 1.", used),
+            "vllm:kv_cache_usage_perc": ("Share of KV pages in use by requests, 0 to 1.", used),
+            "onebox:kv_pages_cached": ("KV pages that only the prefix cache holds.", s.pages_cached),
             "onebox:state_slots_free": ("Recurrent-state slots free.", s.slots_free),
             "onebox:state_slots": ("Recurrent-state slots.", s.slots_total),
             "onebox:snapshots": ("Snapshots of recurrent states on the device.", s.snapshots_total - s.snapshots_free),
@@ -179,6 +162,7 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", s.cached_tokens),
             "vllm:generation_tokens": ("Answer tokens.", s.generated_tokens),
             "vllm:num_preemptions": ("Requests put back to wait.", s.preemptions),
+            "vllm:spec_decode_num_drafts": ("Verified windows that had drafts.", s.draft_windows),
             "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", s.drafted_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Draft tokens kept.", s.accepted_tokens),
             "onebox:engine_steps": ("Steps of the engine.", s.steps),
@@ -193,6 +177,12 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        yield self._by_name(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts kept, by position in their window.",
+            "position",
+            {str(i): n for i, n in enumerate(s.accepted_per_pos)},
+        )
         yield self._by_name(
             "onebox:prefix_lookups",
             "Prompts looked up in the prefix cache, by result.",
