@@ -3,9 +3,9 @@
     python -m onebox.bench.soak --streams 200 --seconds 120 --out results/soak.jsonl
 
 Starts `onebox serve` on the bundled model, asks each prompt once alone, then lets `streams` clients repeat them,
-greedily decoded. An answer that is finished must be word for word what it was alone. Clients hang up (`--hang-up`, at any point,
-before the first byte too), send invalid bodies (`--invalid`) and come back later when the queue is full. Pages, states
-and slots, file descriptors and resident memory are compared before and after.
+greedily decoded. An answer that is finished must be word for word what it was alone. Clients hang up (`--hang-up`, at
+any point, before the first byte too), send invalid bodies (`--invalid`) and come back later when the queue is full.
+Pages, slots, file descriptors and resident memory are compared before and after.
 """
 
 from __future__ import annotations
