@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
 from onebox.cli import main
 from onebox.errors import PromptError
@@ -32,6 +32,7 @@ from onebox.prompt.guard_command import parse
 from onebox.prompt.phrases import PhraseDetector, readings
 from onebox.prompt.scoring import TokenScores
 from onebox.prompt.security import Guard, SecurityLingua, sentences, windows
+from tests.encoders import save_encoder
 
 ROOT = Path(__file__).parent.parent
 ATTACKS = (
@@ -285,28 +286,7 @@ def test_hostile_text_is_read_in_bounded_time(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordPiece
-    from tokenizers.normalizers import BertNormalizer
-    from tokenizers.pre_tokenizers import BertPreTokenizer
-    from tokenizers.processors import BertProcessing
-
-    folder = tmp_path_factory.mktemp("encoder")
-    letters = "abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'\"<>/@#-_=|"
-    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{c}" for c in letters)]
-    tokenizer = Tokenizer(
-        WordPiece({piece: at for at, piece in enumerate(vocab)}, unk_token="[UNK]", max_input_chars_per_word=400)
-    )
-    tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(), BertPreTokenizer()
-    tokenizer.post_processor = BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        config = BertConfig(
-            vocab_size=len(vocab), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
-        )
-        BertModel(config).save_pretrained(folder)
-    return folder
+    return save_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")

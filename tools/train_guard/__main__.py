@@ -48,7 +48,8 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float | None:
 def fit(x: np.ndarray, y: np.ndarray, weight: np.ndarray, penalty: float) -> tuple[np.ndarray, float]:
     """Logistic regression on standardised columns; gives weights and bias for the columns as they come."""
     mean, scale = x.mean(0), x.std(0) + 1e-6
-    rows, labels = torch.tensor((x - mean) / scale), torch.tensor(y, dtype=torch.float32)
+    rows = torch.tensor((x - mean) / scale, dtype=torch.float32)
+    labels = torch.tensor(y, dtype=torch.float32)
     share = torch.tensor(weight / weight.sum(), dtype=torch.float32)
     w, b = torch.zeros(x.shape[1], requires_grad=True), torch.zeros(1, requires_grad=True)
     optimiser = torch.optim.LBFGS([w, b], max_iter=300, line_search_fn="strong_wolfe")
