@@ -19,6 +19,7 @@ from onebox.server.chat import (
     Detokenizer,
     StopMatcher,
     Tokenizer,
+    content_text,
     normalize_messages,
     prompt_thinking,
 )
@@ -255,3 +256,9 @@ def test_template_agrees_with_transformers() -> None:
     want = theirs.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert tokenizer().render(messages, tools=tools) == want
     assert tokenizer().encode(want) == theirs(want, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": 3}])
+def test_a_text_part_without_text_is_refused(part: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=r"content\[1\]\.text"):
+        content_text([{"type": "text", "text": ""}, part], param="messages[0].content")

@@ -146,6 +146,15 @@ def test_any_of_several_keys_opens(headers: dict[str, str], status: int) -> None
     assert get("/v1/models", headers=headers, api_keys=["k1", "k2"]).status_code == status
 
 
+def test_refused_keys_are_counted() -> None:
+    async def run() -> str:
+        async with client_of(saying("x"), api_keys=["k"]) as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            return (await client.get("/metrics")).text
+
+    assert 'onebox:http_errors_total{code="invalid_api_key",status="401"} 1.0' in asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from serving import app_of, events, running, saying
 from test_server_intake import LONG, in_place  # noqa: F401  # compression in place
 
+from onebox.bench import soak
 from onebox.server.intake import IntakeOptions
 from onebox.server.upstream import create_upstream_app
 from onebox.testing import FakeEngine
@@ -288,6 +289,25 @@ def test_what_goes_wrong_after_the_first_event_ends_the_stream_with_an_error_eve
     assert answer.status_code == 200
     last = events(answer)[-1]
     assert says in last["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *soak.RUBBISH,
+        b'{"messages": 3, "input": 3, "prompt": 3, "compress": true}',
+        b'{"messages": [{"role": "user", "content": [{"type": "text"}]}], "input": [{"content": 3}], "compress": true}',
+        b'{"messages": [3], "input": [3], "prompt": [3], "guard": "flag"}',
+        b'{"messages": [{}], "input": [{"role": null}], "prompt": null, "compress": {"rate": 0.5}}',
+        b'{"messages": [{"role": "user", "content": "x"}], "input": "x", "prompt": "x", "compress": {"rate": 9}}',
+    ],
+    ids=range(len(soak.RUBBISH) + 5),
+)
+def test_rubbish_is_a_4xx_on_its_way_as_at_the_end(path: str, body: bytes) -> None:
+    answer = through(path, body)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert answer.json()["error"]["message"]
 
 
 def test_an_error_of_the_server_behind_keeps_status_and_words() -> None:

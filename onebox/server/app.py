@@ -55,6 +55,7 @@ from onebox.server.responses import Responses, ResponsesBody, Store
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Count = Callable[[int, str | None], None]
 encode_json = msgspec.json.Encoder().encode
 PING_S = 10.0
 MAX_BODY_BYTES = 32 * 2**20
@@ -261,8 +262,9 @@ async def typed_events(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGen
 class Gate:
     """Names each request, checks its key, and writes the access log. Bearer or x-api-key; compared in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], count: Count) -> None:
         self.app = app
+        self.count = count
         self.keys = [digest(k.encode()) for k in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -286,6 +288,7 @@ class Gate:
         try:
             if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
                 e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+                self.count(e.status, e.code)
                 await shaped_error(scope["path"], e)(scope, receive, send_named)
             else:
                 await self.app(scope, receive, send_named)
@@ -312,9 +315,11 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def add_gate(app: FastAPI, *, api_keys: Sequence[str], allowed_origins: Sequence[str]) -> None:
+def add_gate(
+    app: FastAPI, counters: metrics.HttpMetrics, *, api_keys: Sequence[str], allowed_origins: Sequence[str]
+) -> None:
     """Keys and request ids, and outside them what a browser's page of another origin may do (nothing, by default)."""
-    app.add_middleware(Gate, keys=tuple(api_keys))
+    app.add_middleware(Gate, keys=tuple(api_keys), count=counters.count_error)
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -389,7 +394,7 @@ def create_app(
     app = FastAPI(title="onebox", version=onebox.__version__, lifespan=lifespan, docs_url="/docs", redoc_url=None)
     app.state.service, app.state.responses = service, responses
     app.state.log_prompts = log_prompts
-    add_gate(app, api_keys=api_keys, allowed_origins=allowed_origins)
+    add_gate(app, service.metrics, api_keys=api_keys, allowed_origins=allowed_origins)
     add_error_handlers(app, service.metrics)
     add_responses(app, responses, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
@@ -399,8 +404,7 @@ def create_app(
 
 
 def add_error_handlers(app: FastAPI, counters: metrics.HttpMetrics) -> None:
-    def count(status: int, code: str | None) -> None:
-        counters.http_errors.labels(str(status), str(code)).inc()
+    count = counters.count_error
 
     async def refused(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestError)

@@ -214,15 +214,15 @@ def content_text(content: Any, *, param: str) -> str:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") or part.get("refusal") or part.get("thinking") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
             raise RequestError(
                 f"'{param}[{i}]' has type {kind!r}: this server reads text only (no images, audio or files).",
                 param=f"{param}[{i}].type",
             )
-        if not isinstance(text, str | None):
+        text = next((part[name] for name in ("text", "refusal", "thinking") if part.get(name) is not None), None)
+        if not isinstance(text, str):
             raise RequestError(f"'{param}[{i}].text' must be a string.", param=f"{param}[{i}].text")
-        texts.append(text or "")
+        texts.append(text)
     return "".join(texts)
 
 

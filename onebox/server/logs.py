@@ -50,11 +50,11 @@ class TextLines(logging.Formatter):
 
 
 def configure(level: str, form: LogFormat = "text") -> None:
-    """Logs of this process to stderr, from now on."""
+    """Logs of this process to stderr, unless whoever runs it has said already where they go."""
     handler = logging.StreamHandler()
     handler.addFilter(RequestIds())
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     # What they say of every request and connection is said better by the access log.
     for name in ("httpx", "httpcore", "uvicorn.error"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

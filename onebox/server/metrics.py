@@ -77,6 +77,9 @@ class HttpMetrics:
             registry=self.registry,
         )
 
+    def count_error(self, status: int, code: str | None) -> None:
+        self.http_errors.labels(str(status), str(code)).inc()
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 

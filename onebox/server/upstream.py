@@ -335,7 +335,7 @@ def create_upstream_app(
 
     app = FastAPI(title="onebox", version=onebox.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.upstream, app.state.log_prompts = upstream, log_prompts
-    add_gate(app, api_keys=api_keys, allowed_origins=allowed_origins)
+    add_gate(app, upstream.metrics, api_keys=api_keys, allowed_origins=allowed_origins)
     add_error_handlers(app, upstream.metrics)
     add_intake(app, taken, max_body_bytes=max_body_bytes)
     add_upstream(app, upstream, ping_s=ping_s, max_body_bytes=max_body_bytes)
