@@ -135,6 +135,10 @@ Speculative = Annotated[
     typer.Option(help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":2}\'; 0 tokens: off.', metavar="JSON"),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+KvGb = Annotated[float | None, typer.Option(help="GB of KV pages; left out: what the plan has over.")]
+Utilization = Annotated[float | None, typer.Option(help="Share of the device's memory that all of it may use.")]
+Floor = Annotated[float | None, typer.Option(help="GB to leave free; on unified memory 8 if not given.")]
+SnapshotHostGb = Annotated[float, typer.Option(help="GB of host memory for prefix-cache states.")]
 
 
 @app.command()
@@ -150,8 +154,10 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Requests waiting beyond those, before 429.")] = 256,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
-    kv_gb: Annotated[float | None, typer.Option(help="GB of KV pages.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Accepted; memory is planned in bytes.")] = None,
+    kv_gb: KvGb = None,
+    gpu_memory_utilization: Utilization = None,
+    memory_floor_gb: Floor = None,
+    snapshot_host_gb: SnapshotHostGb = 0.0,
     speculative_config: Speculative = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
@@ -206,7 +212,6 @@ def serve(
         raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype!r} is not served; use auto.")
     note_unneeded(
         {
-            "--gpu-memory-utilization": gpu_memory_utilization,
             "--no-enable-chunked-prefill": not enable_chunked_prefill,
             "--moe-backend": moe_backend,
             "--attention-backend": attention_backend,
@@ -252,6 +257,9 @@ def serve(
             max_waiting=max_waiting,
             draft_len=draft_len(speculative_config),
             kv_gb=kv_gb,
+            gpu_memory_utilization=gpu_memory_utilization,
+            memory_floor_gb=memory_floor_gb,
+            snapshot_host_gb=snapshot_host_gb,
             prefix_caching=enable_prefix_caching,
         ),
         served_names=tuple(served_model_name or ()),
@@ -265,6 +273,53 @@ def serve(
         **http,
     )
     run(options, make_engine, say=say)
+
+
+@app.command()
+def plan(
+    model: Model = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")] = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens a step at most.")] = 2048,
+    kv_gb: KvGb = None,
+    gpu_memory_utilization: Utilization = None,
+    memory_floor_gb: Floor = None,
+    snapshot_host_gb: SnapshotHostGb = 0.0,
+    speculative_config: Speculative = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Show where `serve` with these flags would put memory, from the checkpoint's headers alone."""
+    import torch
+
+    from onebox.engine.plan import plan_for, table
+
+    config = EngineConfig(
+        model=resolve_model(model, None),
+        device=device,
+        dtype=dtype,
+        max_model_len=length(max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        draft_len=draft_len(speculative_config),
+        kv_gb=kv_gb,
+        gpu_memory_utilization=gpu_memory_utilization,
+        memory_floor_gb=memory_floor_gb,
+        snapshot_host_gb=snapshot_host_gb,
+        prefix_caching=enable_prefix_caching,
+    ).resolve_device(cuda_devices=torch.cuda.device_count())
+    found = plan_for(config)
+    for note in found.notes:
+        say(f"note: {note}")
+    if as_json:
+        typer.echo(json.dumps(found.json(), indent=1))
+    elif sys.stdout.isatty():
+        table(found, sys.stdout)
+    else:
+        for line in found.lines():
+            typer.echo(line)
 
 
 @app.command()

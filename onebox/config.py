@@ -22,6 +22,8 @@ MAX_DRAFT_LEN = 4
 class EngineConfig:
     """One engine: which checkpoint, where, and how much of everything. Lengths in tokens, sizes in GB (1e9 bytes).
 
+    `gpu_memory_utilization` is the share of the device's memory that everything here may use, as in vLLM;
+    `memory_floor_gb` is left free of what is available (None: 8 on unified memory, up to 8 on a CPU, 1 beside it).
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `fused` runs decode windows through
     the Triton kernels, on CUDA, where they can read the weights. Raises ConfigError naming the value out of range.
     """
@@ -35,6 +37,8 @@ class EngineConfig:
     max_waiting: int = 256
     draft_len: int | None = None
     kv_gb: float | None = None
+    gpu_memory_utilization: float | None = None
+    memory_floor_gb: float | None = None
     prefix_caching: bool = True
     snapshot_every: int = 2048
     snapshots: int | None = None
@@ -59,6 +63,10 @@ class EngineConfig:
             f"between 0 and {MAX_DRAFT_LEN} (num_speculative_tokens)",
         )
         check(self.kv_gb is None or 0 < self.kv_gb < math.inf, "kv_gb", "above 0 and finite")
+        share = self.gpu_memory_utilization
+        check(share is None or 0 < share <= 1, "gpu_memory_utilization", "above 0 and at most 1")
+        floor = self.memory_floor_gb
+        check(floor is None or 0 <= floor < math.inf, "memory_floor_gb", "0 or more and finite")
         check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
         check(0 <= self.snapshot_host_gb < math.inf, "snapshot_host_gb", "0 or more and finite")
         check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")

@@ -21,7 +21,8 @@ WEIGHT_BYTES = {
     "int4": 0.5 + 2 / 128,
     "nvfp4": 0.5 + 1 / 16,
 }
-KV_BYTES = {"bf16": 2.0, "fp8": 1.0}  # bytes a stored K or V element
+KV_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}  # bytes a stored K or V element
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0}  # bytes an element of a recurrent state
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Build:
     mtp_experts: str = "bf16"
     mtp_dense: str = "bf16"
     kv: str = "bf16"
+    state: str = "fp32"
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, known = getattr(self, field.name), KV_BYTES if field.name == "kv" else WEIGHT_BYTES
+            value = getattr(self, field.name)
+            known = {"kv": KV_BYTES, "state": STATE_BYTES}.get(field.name, WEIGHT_BYTES)
             if value not in known:
                 raise ConfigError(f"build: {field.name} format {value!r} is not known. Known: {', '.join(known)}.")
 
@@ -196,9 +199,10 @@ def kv_bytes_per_token(spec: Spec, build: Build, *, mtp: bool = False) -> float:
     return layers * 2 * spec.n_kv_heads * spec.head_dim * KV_BYTES[build.kv]
 
 
-def state_bytes(spec: Spec) -> float:
-    """fp32 recurrent state of one sequence over all gated-delta-net layers."""
-    return spec.n_gdn_layers * spec.gdn_v_heads * spec.gdn_k_dim * spec.gdn_v_dim * 4.0
+def state_bytes(spec: Spec, build: Build | None = None) -> float:
+    """Recurrent state of one sequence over all gated-delta-net layers; fp32 without a build."""
+    element = STATE_BYTES[build.state if build else "fp32"]
+    return spec.n_gdn_layers * spec.gdn_v_heads * spec.gdn_k_dim * spec.gdn_v_dim * element
 
 
 def step_bytes(
@@ -237,7 +241,7 @@ def step_bytes(
         attention=spec.n_attention_layers * p.attention * weight[build.attention],
         gdn=spec.n_gdn_layers * p.gdn * weight[build.gdn],
         head=p.head * weight[build.head],
-        state=batch * state_bytes(spec) * (1 + state_writes),
+        state=batch * state_bytes(spec, build) * (1 + state_writes),
         kv=batch * context * kv_layer * spec.n_attention_layers,
         mtp=mtp,
         draft_head=k * p.head * weight[build.head] * share,
@@ -265,11 +269,33 @@ class ResidentBytes:
         return self.weights + self.states + self.kv
 
 
-def slot_bytes(spec: Spec, window: int) -> float:
-    """One sequence's recurrent memory: state, pending window of `window` rows, convolution inputs (16-bit)."""
-    row = 2.0 * (spec.gdn_key_width + spec.gdn_value_width) + 8.0 * spec.gdn_v_heads
-    conv = 2.0 * (spec.conv_width - 1 + window) * spec.conv_channels
-    return state_bytes(spec) + spec.n_gdn_layers * (window * row + conv)
+def slot_bytes(spec: Spec, window: int, build: Build | None = None, *, element: float = 2.0) -> float:
+    """One sequence's recurrent memory: state, pending window of `window` rows, convolution inputs, hidden states.
+
+    `element` is the bytes of an activation. A window of 0 rows is what a snapshot keeps.
+    """
+    row = element * (spec.gdn_key_width + spec.gdn_value_width) + 8.0 * spec.gdn_v_heads
+    conv = element * (spec.conv_width - 1 + window) * spec.conv_channels
+    hidden = element * (1 + window) * spec.hidden
+    return state_bytes(spec, build) + spec.n_gdn_layers * (window * row + conv) + hidden
+
+
+def workspace_bytes(
+    spec: Spec, *, rows: int, window_rows: int, context: int, element: float, unpacked_experts: int
+) -> float:
+    """Scratch of the largest step: `rows` prefill rows of activations, a mask over `context`, unpacked experts, logits.
+
+    An upper bound by shapes, not a measurement; a logit is counted with the copies that truncated sampling makes.
+    """
+    gdn = spec.conv_channels + 2 * spec.gdn_value_width
+    attention = 3 * spec.n_heads * spec.head_dim + 2 * spec.n_kv_heads * spec.head_dim
+    mlp = max(2 * spec.shared_width, 2 * spec.expert_width * spec.top_k)
+    activations = rows * (4 * spec.hidden + max(gdn, attention, mlp)) * (element + 4.0)
+    mask = rows * context * (1.0 + element)
+    keys = 2.0 * context * spec.n_kv_heads * spec.head_dim * element
+    experts = min(spec.n_experts, unpacked_experts) * 3.0 * spec.expert_width * spec.hidden * element
+    logits = window_rows * spec.vocab * 48.0
+    return max(activations + mask + keys + experts, logits)
 
 
 def resident_bytes(
@@ -299,6 +325,6 @@ def resident_bytes(
         head=0.0 if spec.tied and build.head == "bf16" else p.head * weight[build.head],
         embedding=p.embedding * WEIGHT_BYTES["bf16"],
         mtp=mtp_bytes if with_mtp else 0.0,
-        states=slots * slot_bytes(spec, window) + snapshots * slot_bytes(spec, 0),
+        states=slots * slot_bytes(spec, window, build) + snapshots * slot_bytes(spec, 0, build),
         kv=kv_tokens * kv_bytes_per_token(spec, build, mtp=with_mtp),
     )

@@ -135,6 +135,8 @@ def test_a_client_that_hangs_up_frees_its_slot_within_one_step(
 def test_health_and_metrics_tell_of_the_engine(url: str, engine: ThreadEngine) -> None:
     ready = httpx.get(f"{url}/health/ready")
     assert (ready.status_code, ready.json()["steps"]) == (200, engine.stats().steps)
+    plan = httpx.get(f"{url}/v1/onebox/plan").json()
+    assert plan["pages"] == engine.stats().pages_total and plan["bytes"]["kv_pages"] > 0
     text = httpx.get(f"{url}/metrics").text
     assert "vllm:spec_decode_num_accepted_tokens_total" in text
     assert json.loads(httpx.get(f"{url}/v1/models").text)["data"][0]["max_model_len"] == 8192

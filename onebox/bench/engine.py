@@ -11,7 +11,6 @@ import random
 import statistics
 import time
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -19,7 +18,6 @@ from onebox.bench.random_model import random_model_weights
 from onebox.bench.record import append, environment, rounded
 from onebox.checkpoint.reader import LoadReport
 from onebox.config import EngineConfig
-from onebox.engine import engine as engine_module
 from onebox.engine.engine import Engine
 from onebox.ledger import BUILDS, SHAPES
 from onebox.model.load import Loaded
@@ -35,8 +33,7 @@ def random_engine(shape: str, build: str, device: str, batch: int) -> Engine:
         model, LoadReport(Path(shape), 0, {build: 0}, mtp=False, vision_tensors=0, activation_scales=0, side_files=())
     )
     config = EngineConfig(model=shape, device=device, draft_len=0, max_num_seqs=batch, kv_gb=2.0, max_model_len=4096)
-    with mock.patch.object(engine_module, "load_model", return_value=loaded):
-        return Engine(config)
+    return Engine(config, loaded)
 
 
 def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:

@@ -153,6 +153,8 @@ class WeightReader:
                 gate_ups.put(i, parts[0] if self.headers_only else cat(parts))
                 downs.put(i, down)
             gate_up, down = gate_ups.weight(), downs.weight()
+            if self.headers_only:  # gate stood for both
+                self.formats[format_name(gate_up)] += nbytes(gate_up)
         for w in (gate_up, down):
             self.formats[format_name(w)] += nbytes(w)
         return gate_up, down

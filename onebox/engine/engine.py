@@ -13,7 +13,8 @@ from torch import Tensor
 
 from onebox.config import EngineConfig, cpu_threads
 from onebox.engine.graph_runner import GraphRunner, News
-from onebox.engine.pages import PAGE_SIZE, Pool, pages_for
+from onebox.engine.pages import Pool
+from onebox.engine.plan import DEFAULT_DRAFT_LEN, announce, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.process import EngineInfo, EngineStats
 from onebox.engine.sampler import token_logprobs
@@ -21,55 +22,49 @@ from onebox.engine.scheduler import Chunk, Scheduler
 from onebox.engine.sequence import Phase, Sequence
 from onebox.engine.speculate import accept, choose
 from onebox.engine.states import SnapshotSlots
-from onebox.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
-from onebox.ledger import Build, kv_bytes_per_token, state_bytes
+from onebox.errors import CheckpointError, ContextLengthError, RequestError
 from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
 from onebox.request import FinishReason, Output, Request
 from onebox.spec import Spec
 
-DEFAULT_DRAFT_LEN = 2
-CPU_KV_GB = 1.0
-CPU_SNAPSHOT_GB, CUDA_SNAPSHOT_GB = 0.25, 4.0
-CUDA_KV_SHARE = 0.8  # of the memory still free after the weights
-
 
 class Engine:
     """One model, many requests. Not thread-safe: one caller adds, cancels and steps."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the checkpoint and allocate KV pages and state slots. Raises CheckpointError or ConfigError."""
+    def __init__(self, config: EngineConfig, loaded: Loaded | None = None) -> None:
+        """Plan memory, load the checkpoint unless it is given, allocate. Raises CheckpointError or ConfigError."""
         config = config.resolve_device(cuda_devices=torch.cuda.device_count())
         if config.device == "cpu":
             torch.set_num_threads(cpu_threads())
-        loaded = load_model(
-            config.model,
-            device=config.device,
-            dtype=getattr(torch, config.dtype),
-            mtp={None: None, 0: False}.get(config.draft_len, True),
-            fused=config.fused,
-        )
+        if loaded is None:
+            self.plan = plan_for(config)
+        else:
+            self.plan = plan_loaded(config, loaded)
+        announce(self.plan)
+        if loaded is None:
+            loaded = load_model(
+                config.model,
+                device=config.device,
+                dtype=getattr(torch, config.dtype),
+                mtp=wants_mtp(config),
+                fused=config.fused,
+            )
         self.loaded: Loaded = loaded
-        model, spec = loaded.model, loaded.model.spec
+        model, spec, plan = loaded.model, loaded.model.spec, self.plan
         draft_len = config.draft_len
         if draft_len is None:
             draft_len = DEFAULT_DRAFT_LEN if model.mtp is not None else 0
-        max_model_len = config.max_model_len or spec.max_positions
-        if max_model_len > spec.max_positions:
-            raise ConfigError(
-                f"max_model_len {max_model_len} is more than the checkpoint's {spec.max_positions} positions "
-                "(max_position_embeddings)."
-            )
-        self.config = replace(config, draft_len=draft_len, max_model_len=max_model_len)
-        self.draft_len, self.max_model_len = draft_len, max_model_len
+        config = replace(config, draft_len=draft_len, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs)
+        self.config = config
+        self.draft_len, self.max_model_len = draft_len, plan.max_model_len
         self.eos_token_ids = eos_token_ids(Path(config.model), spec)
-        n_pages = self._plan_pages(spec, model.mtp is not None)
-        n_snapshots, n_host = self._plan_snapshots(spec)
+        n_pages, n_snapshots = plan.n_pages, plan.n_snapshots
         pages = Pool(n_pages)
         self.scheduler = Scheduler(
             pages,
             Pool(config.max_num_seqs),
-            PrefixCache(pages, SnapshotSlots(n_snapshots, n_host)),
+            PrefixCache(pages, SnapshotSlots(n_snapshots, plan.n_host_snapshots)),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
@@ -103,6 +98,7 @@ class Engine:
             draft_len=self.draft_len,
             eos_token_ids=self.eos_token_ids,
             device=self.config.device,
+            plan=self.plan.json(),
         )
 
     def add(self, request: Request) -> None:
@@ -260,35 +256,6 @@ class Engine:
         )
         self._count(generated_tokens=len(tokens), accepted_tokens=kept)
         return len(tokens)
-
-    def _plan_snapshots(self, spec: Spec) -> tuple[int, int]:
-        """Snapshots on the device and on the host; none without a prefix cache."""
-        config = self.config
-        if not config.prefix_caching:
-            return 0, 0
-        each = state_bytes(spec) or 1.0
-        budget = CPU_SNAPSHOT_GB if config.device == "cpu" else CUDA_SNAPSHOT_GB
-        n = config.snapshots if config.snapshots is not None else min(max(int(budget * 1e9 / each), 4), 256)
-        return n, int(config.snapshot_host_gb * 1e9 / each)
-
-    def _plan_pages(self, spec: Spec, mtp: bool) -> int:
-        """KV pages: what all slots could use, within the budget. Raises ConfigError when not even one request fits."""
-        config, per_seq = self.config, pages_for(self.max_model_len + 2 * self.draft_len)
-        # the ledger counts 16-bit KV; a CPU run stores what it computes with
-        element = torch.empty(0, dtype=getattr(torch, config.dtype)).element_size()
-        page_bytes = kv_bytes_per_token(spec, Build(), mtp=mtp) / 2 * element * PAGE_SIZE
-        if config.kv_gb is not None:
-            budget = config.kv_gb * 1e9
-        elif config.device == "cpu":
-            budget = max(CPU_KV_GB * 1e9, per_seq * page_bytes)
-        else:
-            budget = torch.cuda.mem_get_info()[0] * CUDA_KV_SHARE
-        n_pages = min(int(budget / page_bytes), config.max_num_seqs * per_seq)
-        if n_pages < 2:
-            raise ConfigError(
-                f"{budget / 1e9:.3f} GB of KV is not two pages of {page_bytes / 1e6:.3f} MB; raise --kv-gb."
-            )
-        return n_pages
 
     def _count(self, **added: int) -> None:
         self._counts.update(added)

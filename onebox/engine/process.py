@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from onebox.config import EngineConfig
 from onebox.errors import EngineUnavailableError, OneboxError, RequestError
@@ -34,6 +34,7 @@ class EngineInfo:
     draft_len: int
     eos_token_ids: tuple[int, ...]
     device: str
+    plan: Mapping[str, Any] = field(default_factory=dict)  # the memory plan, as /v1/onebox/plan answers it
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,30 @@ import torch
 
 from onebox.checkpoint import manifest
 from onebox.checkpoint.reader import LoadReport, WeightReader
+from onebox.errors import CheckpointError
 from onebox.model.published import Published
 from onebox.spec import Spec
+
+
+def takes_mtp(reader: WeightReader, spec: Spec, mtp: bool | None) -> bool:
+    """Whether the MTP head is loaded: True insists on one, False leaves it out, None takes it when it is there.
+
+    Raises CheckpointError when it is insisted on and absent, or there against what the config says.
+    """
+    if mtp is True and not (spec.n_mtp_layers and reader.has_mtp()):
+        found = "no 'mtp.' tensors" if spec.n_mtp_layers else "mtp_num_hidden_layers 0"
+        raise CheckpointError(
+            f"{reader.path}: speculation by MTP was asked for, but the checkpoint has {found}; use k = 0."
+        )
+    if mtp is None and reader.has_mtp() and not spec.n_mtp_layers:
+        raise CheckpointError(
+            f"config.json: mtp_num_hidden_layers is 0, but {reader.path} has 'mtp.' tensors; set it to 1, or serve "
+            "without drafts (num_speculative_tokens 0)."
+        )
+    taken = bool(spec.n_mtp_layers) and reader.has_mtp() and mtp is not False
+    if spec.n_mtp_layers > 1 and taken:
+        raise CheckpointError(f"config.json: mtp_num_hidden_layers {spec.n_mtp_layers} is not supported; expected 1.")
+    return taken
 
 
 def check_complete(path: str | Path, *, mtp: bool = True) -> LoadReport:

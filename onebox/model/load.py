@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from onebox.checkpoint.reader import LoadReport, WeightReader
-from onebox.errors import CheckpointError
 from onebox.model.block import BlockWeights
-from onebox.model.complete import check_complete
+from onebox.model.complete import check_complete, takes_mtp
 from onebox.model.layers import Rope
 from onebox.model.published import Published, place
 from onebox.model.qwen3_5 import Qwen35
@@ -48,17 +47,7 @@ def load_model(
     device = torch.device(device)
     reader = WeightReader.open(path)
     spec = Spec.from_config(reader.config)
-    if mtp is True and not (spec.n_mtp_layers and reader.has_mtp()):
-        found = "no 'mtp.' tensors" if spec.n_mtp_layers else "mtp_num_hidden_layers 0"
-        raise CheckpointError(f"{path}: speculation by MTP was asked for, but the checkpoint has {found}; use k = 0.")
-    if mtp is None and reader.has_mtp() and not spec.n_mtp_layers:
-        raise CheckpointError(
-            f"config.json: mtp_num_hidden_layers is 0, but {path} has 'mtp.' tensors; set it to 1, or serve without "
-            "drafts (num_speculative_tokens 0)."
-        )
-    with_mtp = bool(spec.n_mtp_layers) and reader.has_mtp() and mtp is not False
-    if spec.n_mtp_layers > 1 and with_mtp:
-        raise CheckpointError(f"config.json: mtp_num_hidden_layers {spec.n_mtp_layers} is not supported; expected 1.")
+    with_mtp = takes_mtp(reader, spec, mtp)
     check_complete(path, mtp=with_mtp)  # by headers: damage is found before gigabytes are read
     unpack = device.type == "cpu" if unpack is None else unpack
     build = Published(reader, spec, lambda w: place(w, device, dtype, unpack=unpack), device, dtype)

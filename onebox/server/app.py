@@ -556,6 +556,12 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
         """The engine's counters and gauges."""
         return json_response(service.engine.stats())
 
+    @app.get("/v1/onebox/plan", tags=["health"])
+    async def plan() -> Response:
+        """Where the memory goes, in bytes, and the counts that it buys."""
+        service.check_ready()
+        return json_response(dict(service.engine.info.plan))
+
     @app.post("/v1/embeddings", tags=["models"])
     async def embeddings() -> Response:
         raise NotServedError("Embeddings are not served: this model generates text.")
