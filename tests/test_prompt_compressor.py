@@ -103,8 +103,10 @@ class _Balance(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag != "br":
-            self.open.append(tag)
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -4,7 +4,7 @@ the caller's own tokenizer, and as close below it as whole pieces allow."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,76 @@ class Selection:
     floor_tokens: int  # what the protected pieces alone take
 
 
+class _Bonds:
+    """Pieces of all parts as bonds: weight in characters, priority, what must stay, what must go, what needs what."""
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]], priorities: Sequence[np.ndarray]) -> None:
+        flat = [piece for row in pieces for piece in row]
+        ids, self.of = np.unique(np.array([piece.bond for piece in flat], dtype=np.int64), return_inverse=True)
+        n = len(ids)
+        size = np.array([piece.end - piece.lead for piece in flat], dtype=float)
+        value = np.concatenate([*priorities, np.zeros(0)])
+        self.weight = np.bincount(self.of, weights=size, minlength=n)
+        self.priority = np.bincount(self.of, weights=value * size, minlength=n) / np.maximum(self.weight, 1e-9)
+        self.keep, self.drop = np.zeros(n, dtype=bool), np.zeros(n, dtype=bool)
+        index_of = {int(bond): at for at, bond in enumerate(ids)}
+        links: list[tuple[int, int, bool]] = []
+        for at, piece in enumerate(flat):
+            self.keep[self.of[at]] |= piece.keep
+            self.drop[self.of[at]] |= piece.drop
+            if piece.needs >= 0 and piece.needs in index_of and index_of[piece.needs] != self.of[at]:
+                links.append((int(self.of[at]), index_of[piece.needs], piece.pulls))
+        self.drop &= ~self.keep
+        self.needs: dict[int, list[int]] = {}
+        for child, parent, _pulls in links:
+            self.needs.setdefault(child, []).append(parent)
+        self._spread(links)
+        depth = np.zeros(n, dtype=int)
+        for _ in range(64):
+            before = depth.copy()
+            for child, parent, _pulls in links:
+                depth[child] = max(depth[child], depth[parent] + 1) if depth[parent] < 64 else depth[child]
+            if (depth == before).all():
+                break
+        order = np.lexsort((np.arange(n), depth, -self.priority))
+        self.ranked = order[~self.keep[order] & ~self.drop[order]]
+
+    def _spread(self, links: list[tuple[int, int, bool]]) -> None:
+        """A kept piece keeps what it needs, a dropped one drops what needs it, through every level; a piece ranks no
+        higher than what it needs, and pulls it up first where it may."""
+        keep, drop, priority = self.keep, self.drop, self.priority
+        for _ in range(64):
+            changed = False
+            for child, parent, pulls in reversed(links):
+                if keep[child] and not keep[parent]:
+                    keep[parent], drop[parent], changed = True, False, True
+                if drop[parent] and not drop[child]:
+                    drop[child], changed = True, True
+                if pulls and not drop[child] and priority[child] > priority[parent]:
+                    priority[parent], changed = priority[child], True
+            if not changed:
+                break
+        for _ in range(64):
+            changed = False
+            for child, parent, _pulls in links:
+                if priority[child] > priority[parent]:
+                    priority[child], changed = priority[parent], True
+            if not changed:
+                break
+
+    def closure(self, bond: int, chosen: np.ndarray) -> list[int] | None:
+        """`bond` with all it needs that is not chosen yet; None if that cannot be had."""
+        found, open_ = [bond], [bond]
+        while open_:
+            for parent in self.needs.get(open_.pop(), ()):
+                if not chosen[parent] and parent not in found:
+                    if self.drop[parent] or len(found) > 64:
+                        return None
+                    found.append(parent)
+                    open_.append(parent)
+        return found
+
+
 def select(
     parts: Sequence[str],
     pieces: Sequence[Sequence[Piece]],
@@ -146,76 +216,44 @@ def select(
     separator: str,
 ) -> Selection:
     """Highest priorities first until the budget is full. `tokens` above the budget: the floor alone is."""
-    flat = [piece for row in pieces for piece in row]
-    n = len(flat)
-    bonds, bond_of = np.unique(np.array([piece.bond for piece in flat], dtype=np.int64), return_inverse=True)
-    m = len(bonds)
-    size = np.array([piece.end - piece.lead for piece in flat], dtype=float)
-    value = np.concatenate([*priorities, np.zeros(0)]) if n else np.zeros(0)
-    weight = np.bincount(bond_of, weights=size, minlength=m)
-    priority = np.bincount(bond_of, weights=value * size, minlength=m) / np.maximum(weight, 1e-9)
-    keep, drop = np.zeros(m, dtype=bool), np.zeros(m, dtype=bool)
-    index_of = {int(bond): at for at, bond in enumerate(bonds)}
-    links: list[tuple[int, int, bool]] = []
-    for at, piece in enumerate(flat):
-        keep[bond_of[at]] |= piece.keep
-        drop[bond_of[at]] |= piece.drop
-        if piece.needs >= 0 and piece.needs in index_of and index_of[piece.needs] != bond_of[at]:
-            links.append((int(bond_of[at]), index_of[piece.needs], piece.pulls))
-    drop &= ~keep
-    for _ in range(64):  # a kept piece keeps what it needs, a dropped one drops what needs it, through every level
-        changed = False
-        for child, parent, pulls in reversed(links):
-            if keep[child] and not keep[parent]:
-                keep[parent], drop[parent], changed = True, False, True
-            if drop[parent] and not drop[child]:
-                drop[child], changed = True, True
-            if pulls and not drop[child] and priority[child] > priority[parent]:
-                priority[parent], changed = priority[child], True
-        if not changed:
-            break
-    for _ in range(64):
-        changed = False
-        for child, parent, _pulls in links:
-            if priority[child] > priority[parent]:
-                priority[child], changed = priority[parent], True
-        if not changed:
-            break
-    depth = np.zeros(m, dtype=int)
-    for _ in range(64):
-        before = depth.copy()
-        for child, parent, _pulls in links:
-            depth[child] = max(depth[child], depth[parent] + 1) if depth[parent] < 64 else depth[child]
-        if (depth == before).all():
-            break
-    ranked = np.lexsort((np.arange(m), depth, -priority))
-    ranked = ranked[~keep[ranked] & ~drop[ranked]]
-    needs: dict[int, list[int]] = {}
-    for child, parent, _pulls in links:
-        needs.setdefault(child, []).append(parent)
+    bonds = _Bonds(pieces, priorities)
     bounds = np.cumsum([0, *[len(row) for row in pieces]])
 
     def build(chosen: np.ndarray) -> Selection:
-        held = chosen[bond_of] if n else np.zeros(0, dtype=bool)
+        held = chosen[bonds.of] if len(bonds.of) else np.zeros(0, dtype=bool)
         rows = [held[bounds[i] : bounds[i + 1]] for i in range(len(pieces))]
         text, slices = assemble(parts, pieces, rows, order, separator)
         return Selection(text, slices, rows, count(text), 0)
 
-    def taking(amount: int) -> np.ndarray:
-        chosen = keep.copy()
-        chosen[ranked[:amount]] = True
-        return chosen
-
-    best = build(keep)
+    best = build(bonds.keep)
     floor = best.tokens
     if floor > budget:
         return Selection(best.text, best.slices, best.kept, floor, floor)
     total_tokens = count(separator.join(parts)) or 1
-    cost = weight * total_tokens / max(weight.sum(), 1.0)
-    cumulative = floor + np.cumsum(cost[ranked])
-    low, high = 0, len(ranked) + 1
+    cost = bonds.weight * total_tokens / max(bonds.weight.sum(), 1.0)
+    best, chosen = _fill_in_order(bonds, best, cost, budget, build)
+    best = _fill_gaps(bonds, best, chosen, cost, budget, build)
+    return Selection(best.text, best.slices, best.kept, best.tokens, floor)
+
+
+def _near(tokens: int, budget: int) -> bool:
+    return tokens >= budget - max(0, budget // 250)
+
+
+def _fill_in_order(
+    bonds: _Bonds, best: Selection, cost: np.ndarray, budget: int, build: Callable[[np.ndarray], Selection]
+) -> tuple[Selection, np.ndarray]:
+    """The longest run of the ranking that fits, found by counting real text a few times."""
+
+    def taking(amount: int) -> np.ndarray:
+        chosen = bonds.keep.copy()
+        chosen[bonds.ranked[:amount]] = True
+        return chosen
+
+    cumulative = best.tokens + np.cumsum(cost[bonds.ranked])
+    low, high = 0, len(bonds.ranked) + 1
     guess = int(np.searchsorted(cumulative, budget))
-    while high - low > 1 and best.tokens < budget - max(0, budget // 250):
+    while high - low > 1 and not _near(best.tokens, budget):
         guess = min(max(guess, low + 1), high - 1)
         tried = build(taking(guess))
         if tried.tokens <= budget:
@@ -225,23 +263,69 @@ def select(
         here = cumulative[guess - 1] + (budget - tried.tokens)
         proposal = int(np.searchsorted(cumulative, here))
         guess = proposal if low < proposal < high else (low + high) // 2
-    chosen = taking(low)
-    room = float(budget - best.tokens)
-    extra: list[int] = []
-    if low < len(ranked) and room > budget * 0.02:  # the next piece is too large: take smaller ones after it
-        for bond in ranked[low:]:
-            if cost[bond] <= room and all(chosen[parent] for parent in needs.get(int(bond), [])):
-                chosen[bond] = True
-                extra.append(int(bond))
-                room -= cost[bond]
-                if room < 1:
-                    break
-        while extra:
+    return best, taking(low)
+
+
+def _fill_gaps(
+    bonds: _Bonds,
+    best: Selection,
+    chosen: np.ndarray,
+    cost: np.ndarray,
+    budget: int,
+    build: Callable[[np.ndarray], Selection],
+) -> Selection:
+    """The next piece of the ranking is too large: later ones that fit go in, with what they need."""
+    too_large: set[int] = set()
+    for _ in range(12):
+        room = float(budget - best.tokens)
+        if _near(best.tokens, budget):
+            break
+        added: list[list[int]] = []
+        for bond_ in bonds.ranked:
+            bond = int(bond_)
+            if chosen[bond] or bond in too_large:
+                continue
+            group = bonds.closure(bond, chosen)
+            price = float(cost[group].sum()) if group else np.inf
+            if group is None or price > room:
+                continue
+            chosen[group] = True
+            added.append(group)
+            room -= price
+            if room < 1:
+                break
+        if not added:
+            break
+        while added:
             tried = build(chosen)
             if tried.tokens <= budget:
                 best = tried
                 break
-            for bond in extra[-max(1, len(extra) // 4) :]:
-                chosen[bond] = False
-            del extra[-max(1, len(extra) // 4) :]
-    return Selection(best.text, best.slices, best.kept, best.tokens, floor)
+            if len(added) == 1:
+                too_large.update(added[0])
+            for group in added[len(added) // 2 :]:
+                chosen[group] = False
+            del added[len(added) // 2 :]
+    return best
+
+
+def settle(
+    text: str, row: Sequence[Piece], priority: np.ndarray, rate: float, count: Counter, rule: str
+) -> list[Piece]:
+    """Pieces of one stretch decided by themselves: kept to at most `rate` of the stretch's own tokens, or kept whole
+    at 1.0, whatever the budget of the rest."""
+    if not row:
+        return []
+    if rate >= 1:
+        return [replace(piece, keep=True, drop=False, rule=rule) for piece in row]
+    begin, end = row[0].start, row[-1].end
+    moved = [
+        replace(piece, start=piece.start - begin, end=piece.end - begin, lead=max(0, piece.lead - begin))
+        for piece in row
+    ]
+    stretch = text[begin:end]
+    kept = select([stretch], [moved], [priority], [0], int(rate * count(stretch) + 1e-9), count, "").kept[0]
+    return [
+        replace(piece, keep=bool(held), drop=not held, rule=piece.rule or rule)
+        for piece, held in zip(row, kept, strict=True)
+    ]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onebox.errors import PromptError
+from onebox.prompt.causal import CausalScorer
 from onebox.prompt.compressor import CompressedPrompt, Compressor
-from onebox.prompt.scoring import CausalScorer, ClassifierScorer, Scorer
+from onebox.prompt.llmlingua2 import ClassifierScorer
+from onebox.prompt.scoring import Scorer
 
 
 def build_compressor(method: str, model: str | None) -> Compressor:

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from onebox.prompt.budget import Slice
+from onebox.prompt.heatmap import page
+from onebox.prompt.recovery import Recovery, recover
 from onebox.prompt.segments import Piece
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One piece: its part and characters [start, end), what was decided, by which rule, and where it is now."""
-
-    part: int
-    start: int
-    end: int
-    text: str
-    kind: str
-    kept: bool
-    score: float
-    rule: str
-    rank: int | None
-    out: int | None
+from onebox.prompt.spans import Span
 
 
 @dataclass(frozen=True)
@@ -41,7 +26,7 @@ class Trace:
     pieces: tuple[Sequence[Piece], ...]
     kept_masks: tuple[np.ndarray, ...]
     scores: tuple[np.ndarray, ...]
-    ranks: tuple[int | None, ...]
+    ranks: tuple[np.ndarray, ...]  # of each piece: of its document or passage, 0 the most relevant, -1 none
     separator: str
 
     @cached_property
@@ -60,13 +45,47 @@ class Trace:
                     while by_part[part][at].end < piece.end:
                         at += 1
                     out = by_part[part][at].out + piece.start - by_part[part][at].start
-                rule = piece.rule or ("score above the cut" if kept else "score below the cut")
+                if piece.keep == kept and piece.drop != kept and piece.rule:
+                    rule = piece.rule
+                else:
+                    rule = f"score {'above' if kept else 'below'} the cut" + (f" ({piece.rule})" if piece.rule else "")
                 score = round(float(self.scores[part][index]), 6)
+                place = int(self.ranks[part][index])
+                rank = place if place >= 0 else None
                 body = self.parts[part][piece.start : piece.end]
-                spans.append(
-                    Span(part, piece.start, piece.end, body, piece.kind, kept, score, rule, self.ranks[part], out)
-                )
+                spans.append(Span(part, piece.start, piece.end, body, piece.kind, kept, score, rule, rank, out))
         return tuple(spans)
+
+    @classmethod
+    def joined(cls, traces: Sequence[Trace], sources: Sequence[str], separator: str) -> Trace:
+        """Traces of one part each as the trace of all of them, their outputs joined by the separator."""
+        output = ""
+        slices: list[Slice] = []
+        for part, trace in enumerate(traces):
+            if slices and trace.output:
+                slices.append(Slice(-1, 0, len(separator), len(output)))
+                output += separator
+            slices += [Slice(part, item.start, item.end, item.out + len(output), item.note) for item in trace.slices]
+            output += trace.output
+        return cls(
+            tuple(trace.parts[0] for trace in traces),
+            tuple(sources),
+            output,
+            tuple(slices),
+            tuple(trace.pieces[0] for trace in traces),
+            tuple(trace.kept_masks[0] for trace in traces),
+            tuple(trace.scores[0] for trace in traces),
+            tuple(trace.ranks[0] for trace in traces),
+            separator,
+        )
+
+    def outputs(self) -> tuple[str, ...]:
+        """What is left of each part, in the order of the parts."""
+        texts = ["" for _ in self.parts]
+        for item in self.slices:
+            if item.part >= 0:
+                texts[item.part] += self.parts[item.part][item.start : item.end] + item.note
+        return tuple(texts)
 
     def drops(self) -> list[tuple[int, int, str]]:
         """(part, start, text) of every stretch of the source, whitespace included, that the output lacks."""
@@ -106,63 +125,12 @@ class Trace:
         return "\n".join(lines)
 
     def to_html(self) -> str:
-        """A page that stands alone: darker means higher score, struck through means dropped, hover gives the reason."""
-        rows = []
-        for part in range(len(self.parts)):
-            spans = [span for span in self.spans if span.part == part]
-            top = max((span.score for span in spans), default=1.0)
-            low = min((span.score for span in spans), default=0.0)
-            cells, at = [], 0
-            for span in spans:
-                cells.append(html.escape(self.parts[part][at : span.start]))
-                heat = (span.score - low) / (top - low) if top > low else 1.0
-                reason = f"{span.kind} · {span.rule} · score {span.score:.3f}"
-                style = f"background:rgba(217,119,6,{0.08 + 0.5 * heat:.2f})" if span.kept else ""
-                tag = "b" if span.kept else "s"
-                cells.append(f'<{tag} style="{style}" title="{html.escape(reason)}">{html.escape(span.text)}</{tag}>')
-                at = span.end
-            rank = self.ranks[part]
-            title = self.sources[part] + ("" if rank is None else f" · rank {rank + 1}")
-            rows.append(f"<h2>{html.escape(title)}</h2><pre>{''.join(cells)}</pre>")
-        return (
-            '<!doctype html><meta charset="utf-8"><title>Compression</title><style>'
-            "body{font:15px/1.6 system-ui;max-width:60rem;"
-            "margin:2rem auto;padding:0 1rem}pre{white-space:pre-wrap;font:inherit}b{font-weight:400;border-radius:3px}"
-            "s{color:#9ca3af}h2{font-size:1rem;margin:1.5rem 0 .3rem}</style>"
-            "<p>Shaded: kept, darker for a higher score. Struck through: dropped. Hover for the reason.</p>"
-            + "".join(rows)
-        )
+        """A page that stands alone; see heatmap.py."""
+        return page(self.parts, self.sources, self.spans)
 
-    def recover(self, response: str, *, max_gap: int = 10) -> str:
-        """Longest runs of the response that are in the output but not in the source, replaced by the source words
-        they came from (LongLLMLingua's subsequence recovery). Text that was never compressed is left alone."""
-        words = response.split(" ")
-        out: list[str] = []
-        index = 0
-        while index < len(words):
-            for end in range(min(len(words), index + 24), index + 1, -1):
-                run = " ".join(words[index:end])
-                at = self.output.find(run)
-                if at >= 0:
-                    original = self._source_of(at, at + len(run), max_gap)
-                    out.append(original if original is not None else run)
-                    index = end
-                    break
-            else:
-                out.append(words[index])
-                index += 1
-        return " ".join(out)
-
-    def _source_of(self, start: int, end: int, max_gap: int) -> str | None:
-        touched = [s for s in self.slices if s.out < end and s.out + s.end - s.start > start]
-        if not touched or len({s.part for s in touched}) > 1 or touched[0].part < 0:
-            return None
-        gaps = [b.start - a.end for a, b in pairwise(touched)]
-        if any(gap > max_gap * 8 for gap in gaps):
-            return None
-        first, last = touched[0], touched[-1]
-        head = first.start + max(0, start - first.out)
-        return self.parts[first.part][head : last.start + min(end - last.out, last.end - last.start)]
+    def recover(self, response: str, *, max_gap: int = 10, min_confidence: float = 0.2) -> Recovery:
+        """An answer's words back in the words of the original; see recovery.py."""
+        return recover(response, self.output, self.slices, self.parts, max_gap=max_gap, min_confidence=min_confidence)
 
 
 def restore_parts(output: str, trace: dict[str, Any]) -> list[str]:

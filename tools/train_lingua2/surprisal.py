@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from onebox.prompt.scoring import CausalScorer, Scorer
+from onebox.prompt import CausalScorer, Scorer
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

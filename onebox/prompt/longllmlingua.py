@@ -1,0 +1,72 @@
+"""LongLLMLingua (arXiv 2310.06839): documents ranked by a language model, put in order, given rates by their rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from onebox.prompt.scoring import Scorer, TokenScores
+
+Condition = Literal["none", "before", "after"]
+Order = Literal["sort", "original", "two_stage"]
+RESTRICTION = " We can get the answer to this question in the given documents."
+_PASSAGE = 1600  # characters: a longer document is ranked by its best passage of this length
+
+
+@dataclass(frozen=True)
+class LikelihoodRanker:
+    """Relevance by perplexity, all documents in one batch.
+
+    after    likelihood of the question after the document: the paper's r_k, its best
+    before   likelihood of the document after the question; with `compare`, how much the question raises it
+    none     the document's own perplexity, the most surprising first: LLMLingua's choice of demonstrations
+    """
+
+    scorer: Scorer
+    condition: Condition = "after"
+    compare: bool = False
+    restriction: str = RESTRICTION
+    name: str = "r_k"
+
+    def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]:
+        passages = [
+            (index, document[at : at + _PASSAGE])
+            for index, document in enumerate(documents)
+            for at in range(0, max(len(document), 1), _PASSAGE)
+        ]
+        texts = [text for _, text in passages]
+        if self.condition == "none":
+            values = _means(self.scorer.score(texts))
+        elif self.condition == "after":
+            asked = [question + self.restriction] * len(texts)
+            values = [-x for x in _means(self.scorer.score(asked, prefixes=[text + "\n\n" for text in texts]))]
+        else:
+            values = [-x for x in _means(self.scorer.score(texts, prefixes=[question + "\n\n"] * len(texts)))]
+            if self.compare:
+                values = [a + b for a, b in zip(values, _means(self.scorer.score(texts)), strict=True)]
+        best = [-math.inf] * len(documents)
+        for (index, _), value in zip(passages, values, strict=True):
+            best[index] = max(best[index], value if math.isfinite(value) else -math.inf)
+        return best
+
+
+def _means(scored: Sequence[TokenScores]) -> list[float]:
+    return [float(item.scores.mean()) if len(item.scores) else math.nan for item in scored]
+
+
+def order_by_rank(ranks: Sequence[int], order: Order) -> list[int]:
+    """Positions of documents in the output. `two_stage` puts the strong ones at both ends."""
+    best_first = [int(at) for at in np.argsort(np.array(ranks), kind="stable")]
+    if order == "original":
+        return list(range(len(ranks)))
+    return best_first if order == "sort" else best_first[0::2] + best_first[1::2][::-1]
+
+
+def rates_by_rank(ranks: Sequence[int], rate: float, spread: float) -> list[float]:
+    """From rate + spread for the best to rate - spread for the last, in [0, 1]."""
+    last = max(max(ranks, default=0), 1)
+    return [min(1.0, max(0.0, rate + spread * (1 - 2 * rank / last))) for rank in ranks]
