@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import client_of, saying
+from test_server_intake import in_place  # noqa: F401  # compression and guard in place: a process each is slow
+
+from onebox.prompt.security import Guard, PhraseDetector
+from onebox.server import intake
 
 SCALARS = [
     None,
@@ -52,7 +58,9 @@ CHAT = {
     "temperature": 1.0,
     "logprobs": True,
     "top_logprobs": 2,
-    "stream": False,
+    "stream": True,
+    "compress": {"rate": 0.5, "roles": {"user": "compress"}, "question": "q"},
+    "guard": "flag",
     "thinking_token_budget": 3,
     "continue_final_message": False,
 }
@@ -87,6 +95,8 @@ BODIES: dict[str, Any] = {
     "/v1/messages": ANTHROPIC,
     "/v1/messages/count_tokens": {k: v for k, v in ANTHROPIC.items() if k != "max_tokens"},
     "/v1/responses": RESPONSES,
+    "/v1/compress": {"messages": CHAT["messages"], "rate": 0.5, "method": "auto", "question": "q"},
+    "/v1/guard": {"messages": CHAT["messages"], "policy": "flag"},
     "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"]},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -127,18 +137,32 @@ def mutated(rng: random.Random) -> tuple[str, bytes]:
     return path, data
 
 
+def resident_kb() -> int:
+    """Memory of this process, in kB."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4
+
+
 @pytest.mark.parametrize(("seed", "n"), [(1, 1500), pytest.param(2, 10_000, marks=pytest.mark.slow)])
-def test_no_body_gets_a_5xx(seed: int, n: int) -> None:
+def test_no_body_gets_a_5xx(seed: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the guard's phrases in place of its trained head, which takes longer than all the rest
+    monkeypatch.setattr(intake, "guard_of", lambda policy: Guard(policy, detector=PhraseDetector()))
+
     async def run() -> None:
         rng, engine, refused = random.Random(seed), saying("hm\n</think>\n\nok"), 0
         async with client_of(engine, drain_s=1) as client:
-            for _ in range(n):
+            warm_kb = 0
+            for i in range(n):
+                if i == n // 3:
+                    warm_kb = resident_kb()
                 path, data = mutated(rng)
                 response = await client.post(path, content=data)
                 assert response.status_code in (200, 400, 404), (path, data, response.text)
+                assert '"internal_error"' not in response.text, (path, data)  # in a stream, whose status is 200
                 if response.status_code != 200:
                     refused += 1
                     assert response.json()["error"]["message"]
+            assert resident_kb() < 1.05 * warm_kb + 4000  # traces and stored responses are kept, within bounds
             assert engine.stats().running == 0
         assert n / 4 < refused < n
 
