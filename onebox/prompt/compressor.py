@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from onebox.prompt import llmlingua
 from onebox.prompt.budget import Counter, Slice, counter_of, select, settle
 from onebox.prompt.longllmlingua import Condition, LikelihoodRanker, Order, order_by_rank, rates_by_rank
 from onebox.prompt.messages import ROLE_POLICY, check_roles, copied, message_parts, rebuilt
-from onebox.prompt.parts import Part, Progress, Unit, compressible_units, relevance_of_sentences
+from onebox.prompt.parts import Part, Progress, Unit, by_sentence, compressible_units, relevance_of_sentences
 from onebox.prompt.ranking import Bm25Ranker
 from onebox.prompt.recovery import Recovery
 from onebox.prompt.scoring import Aggregation, Ranker, Scorer, StatisticScorer, TokenScores
@@ -29,6 +29,7 @@ from onebox.prompt.tags import parse_tags
 from onebox.prompt.trace import Trace
 
 Method = Literal["auto", "llmlingua", "longllmlingua", "llmlingua2"]
+Level = Literal["token", "sentence"]
 Status = Literal["compressed", "unchanged", "protected"]
 _SEPARATOR = "\n\n"
 _SLAB = 8_000  # characters scored at a time in a long text: bounds memory, and gives progress a step
@@ -94,6 +95,7 @@ class _Job:
     count: Counter
     messages: Sequence[Mapping[str, Any]] | None
     places: list[tuple[int, int | None]]
+    max_documents: int | None = None
 
 
 class Compressor:
@@ -110,6 +112,7 @@ class Compressor:
     compare            longllmlingua's scores: contrastive perplexity; off: surprisal after the question
     instruction_rate,  what is kept of instruction and question; None: the paper's 0.85 and 0.9 for the two methods
     question_rate      that are its own, all of it for the others
+    level              what goes: token (words and the like) or sentence
     segment            tokens pruned at a time by the causal methods
     coarse             documents are scored, most relevant first, up to this many times the budget
     aggregate          tokens -> pieces: mean, max, first
@@ -139,6 +142,7 @@ class Compressor:
         compare: bool = True,
         instruction_rate: float | None = None,
         question_rate: float | None = None,
+        level: Level = "token",
         segment: int = llmlingua.SEGMENT,
         coarse: float = llmlingua.COARSE,
         aggregate: Aggregation = "mean",
@@ -149,6 +153,7 @@ class Compressor:
             ("order", order, get_args(Order)),
             ("condition", condition, get_args(Condition)),
             ("aggregate", aggregate, get_args(Aggregation)),
+            ("level", level, get_args(Level)),
         ):
             if value not in known:
                 raise PromptError(f"{name}: unknown {value!r}; use one of {', '.join(known)}")
@@ -166,7 +171,7 @@ class Compressor:
         if method != "auto" and scorer is None:
             raise PromptError(f"method {method!r}: needs scorer=; or use method='auto', which needs no model")
         check_roles(roles or {})
-        self.method, self.order, self.dynamic = method, order, dynamic
+        self.method, self.order, self.dynamic, self.level = method, order, dynamic, level
         self.scorer: Scorer = scorer or StatisticScorer()
         self.compare, self.segment, self.coarse, self.aggregate = compare, segment, coarse, aggregate
         self.ranker: Ranker = ranker or (
@@ -213,6 +218,9 @@ class Compressor:
         question         what the prompt is for: ranks documents, and stands at the end unless append_question is False
         instruction      stands at the beginning
         tokenizer        what tokens are: tiktoken's, transformers' or tokenizers' object, or a function of text
+        keep_documents   indices of documents that are never left out as a whole
+        max_documents    at most so many documents, the most relevant ones
+        document_rates   for each document its own rate, or None for the prompt's
         tags             read `<llmlingua rate= compress=>` in prompt and documents
         stable           messages one by one, whatever follows them: the prefix of a longer conversation stays the same
         progress         called with characters done and in all
@@ -264,6 +272,9 @@ class Compressor:
         max_tokens: int | None = None,
         tokenizer: Any | None = None,
         append_question: bool = True,
+        keep_documents: Collection[int] = (),
+        max_documents: int | None = None,
+        document_rates: Sequence[float | None] | None = None,
         tags: bool = False,
         stable: bool = False,
     ) -> _Job:
@@ -292,7 +303,13 @@ class Compressor:
             if instruction:
                 parts.append(Part(instruction, "instruction", rate=self.instruction_rate))
             if documents is not None:
-                parts += [Part(text, f"document {index}", document=True) for index, text in enumerate(documents)]
+                rates = list(document_rates) if document_rates is not None else [None] * len(documents)
+                if len(rates) != len(documents):
+                    raise PromptError(f"document_rates: {len(rates)} for {len(documents)} documents")
+                parts += [
+                    Part(text, f"document {index}", document=True, wanted=index in keep_documents, rate=own)
+                    for index, (text, own) in enumerate(zip(documents, rates, strict=True))
+                ]
             else:
                 parts.append(Part(prompt if isinstance(prompt, str) else "", "prompt"))
             if question and append_question:
@@ -306,7 +323,7 @@ class Compressor:
         wanted = None
         if rate is not None:
             wanted = int(rate * total + 1e-9)
-            if tags:  # a rate is for what has none of its own
+            if tags or document_rates is not None:  # a rate is for what has none of its own
                 wanted += sum(
                     int((own - rate) * count(part.text[start:end]))
                     for part in parts
@@ -318,9 +335,10 @@ class Compressor:
         for part in parts:
             trusted = not part.document and not part.source.startswith("tool")
             options = self.options if trusted else replace(self.options, keep_rules=False)
-            pieces.append(pieces_of(part.text, bonds, options))
+            row = pieces_of(part.text, bonds, options)
+            pieces.append(row if self.level == "token" else by_sentence(row))
         strict = target_tokens is not None or max_tokens is not None
-        return _Job(parts, pieces, asked, total, max(budget, 0), strict, count, messages, places)
+        return _Job(parts, pieces, asked, total, max(budget, 0), strict, count, messages, places, max_documents)
 
     def _finish(self, jobs: list[_Job], progress: Progress | None) -> list[CompressedPrompt]:
         """Scores of all prompts together where the scorer takes them one by one anyway, then each prompt's cut."""
@@ -359,11 +377,13 @@ class Compressor:
                 relevance = list(self.ranker.rank(job.question, texts))
             else:
                 relevance = list(LikelihoodRanker(self.scorer, "none").rank("", texts))
-            best_first = sorted(range(len(ranked)), key=lambda at: (-relevance[at], at))
+            wanted = [job.parts[unit.part].wanted for unit in ranked]
+            best_first = sorted(range(len(ranked)), key=lambda at: (not wanted[at], -relevance[at], at))
             room = job.budget * self.coarse
+            most = len(ranked) if job.max_documents is None else job.max_documents
             place = {}
             for rank, at in enumerate(best_first):
-                place[id(ranked[at])] = (rank, room > 0)
+                place[id(ranked[at])] = (rank, wanted[at] or (room > 0 and rank < most))
                 room -= job.count(texts[at])
             units = [
                 replace(unit, rank=place[id(unit)][0], worth=place[id(unit)][1]) if id(unit) in place else unit
@@ -445,6 +465,11 @@ class Compressor:
                     pieces[at][first:past] = settle(
                         part.text, pieces[at][first:past], priorities[at][first:past], rate, job.count, rule
                     )
+        for unit in units:
+            if job.max_documents is not None and unit.ranked and not unit.worth:
+                pieces[unit.part] = [
+                    replace(piece, keep=False, drop=True, rule="beyond max_documents") for piece in pieces[unit.part]
+                ]
         order = self._order(job, units)
         chosen = select(texts, pieces, priorities, order, job.budget, job.count, _SEPARATOR)
         if self.drop_consecutive:
@@ -517,7 +542,7 @@ class Compressor:
             if unit.rank is None:
                 continue
             if not unit.worth:
-                out[unit.part][place] -= 20.0 * (unit.rank + 1)
+                out[unit.part][place] -= 20.0 * (unit.rank + 2)
             elif self.method == "auto":
                 out[unit.part][place] -= 20.0 * unit.rank  # whole documents in order of rank, the last one in part
             elif job.question:

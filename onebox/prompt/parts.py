@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,11 +26,12 @@ class Region:
 
 @dataclass(frozen=True)
 class Part:
-    """One stretch of the prompt. `rate` None: it shares the prompt's budget."""
+    """One stretch of the prompt. `rate` None: it shares the prompt's budget. `wanted`: never left out as a whole."""
 
     text: str
     source: str
     document: bool = False
+    wanted: bool = False
     rate: float | None = None
     regions: tuple[Region, ...] = ()
 
@@ -113,3 +114,23 @@ def relevance_of_sentences(text: str, row: Sequence[Piece], question: str) -> np
     padded = np.pad(scores, 1)
     shared: np.ndarray = np.maximum(scores, 0.5 * np.maximum(padded[:-2], padded[2:]))[at]
     return shared
+
+
+_STRUCTURE = frozenset(["json", "xml", "yaml", "table", "code", "log"])
+
+
+def by_sentence(row: Sequence[Piece]) -> list[Piece]:
+    """The pieces with those of one sentence bonded, so that sentences go whole; structure keeps its own bonds."""
+    leader: dict[int, int] = {}
+    moved: dict[int, int] = {}
+    for piece in row:
+        if piece.kind not in _STRUCTURE:
+            moved[piece.bond] = leader.setdefault(piece.sentence, moved.get(piece.bond, piece.bond))
+    return [
+        replace(
+            piece,
+            bond=moved.get(piece.bond, piece.bond) if piece.kind not in _STRUCTURE else piece.bond,
+            needs=moved.get(piece.needs, piece.needs),
+        )
+        for piece in row
+    ]

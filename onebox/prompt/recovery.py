@@ -124,3 +124,19 @@ def _origin(
             return None
     first, last = touched[0], touched[-1]
     return first.part, first.start + max(0, start - first.out), last.start + min(end - last.out, last.end - last.start)
+
+
+def align(original: str, compressed: str) -> list[Slice]:
+    """Where each word of a compressed text stands in the original, for texts that come without a trace: the next
+    place from where the last word was, else the first of all (documents may have been reordered)."""
+    slices = []
+    at = 0
+    for word in _TOKEN.finditer(compressed):
+        found = original.find(word.group(), at)
+        if found < 0:
+            found = original.find(word.group())
+        if found < 0:
+            continue
+        at = found + len(word.group())
+        slices.append(Slice(0, found, at, word.start()))
+    return slices
