@@ -367,13 +367,13 @@ def test_ready_says_why_not() -> None:
 
 def test_the_command_needs_no_torch_and_starts_within_seconds() -> None:
     code = (
-        "import sys, threading, time, signal, os; begun = time.perf_counter()\n"
+        "import sys, threading, time, signal, os\n"
         "from onebox import cli\n"
         "import onebox.server.serve as serve\n"
         "def say(line):\n"
         "    if line.startswith('ready'):\n"
         "        heavy = 'torch' in sys.modules, 'transformers' in sys.modules\n"
-        "        print(time.perf_counter() - begun, *heavy, flush=True)\n"
+        "        print(time.process_time(), *heavy, flush=True)\n"
         "        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
         "cli.say = say\n"
         "cli.main(['serve', '--upstream', 'http://127.0.0.1:9/v1', '--port', '0'])\n"
@@ -381,5 +381,5 @@ def test_the_command_needs_no_torch_and_starts_within_seconds() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     seconds, *heavy = done.stdout.split()
     assert heavy == ["False", "False"], done.stderr
-    assert float(seconds) < 5  # about 1 s on an idle core
+    assert float(seconds) < 2.5  # of processor time, which other work on the machine does not add to: about 1
     assert "Traceback" not in done.stderr

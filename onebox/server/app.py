@@ -379,14 +379,14 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # With a caller to tell, the socket opens first, so that /health/ready can say what the start is busy with.
-        starting = asyncio.ensure_future(start())
+        starting, warming = asyncio.ensure_future(start()), asyncio.ensure_future(service.intake.warm())
         if on_start is None:
             await starting
         try:
             yield
         finally:
             await service.drain(drain_s)
-            await end(starting)
+            await end(starting, warming)
             await engine.stop()
             responses.store.close()
 

@@ -8,6 +8,7 @@ lock, and so that work whose client hung up, or that takes too long, ends at onc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -146,6 +147,12 @@ class Intake:
         self._tokenizer = tokenizer
         self._limiter: CapacityLimiter | None = None
 
+    async def warm(self) -> None:
+        """Loads what the server's own compression and guard need, so that the first prompt does not wait for it."""
+        if self.wanted(None, None):
+            with contextlib.suppress(RequestError):  # what is wrong is told to the first prompt
+                await self._run(self._task(None, None, prompt="A first prompt."))
+
     def wanted(self, compress: CompressOptions | bool | None, guard: GuardPolicy | Literal[False] | None) -> bool:
         """Whether a prompt has to be looked at at all."""
         return self._asked(compress) is not None or self._policy(guard) is not None
@@ -210,11 +217,17 @@ class Intake:
         )
 
     async def _work(self, task: Task, *, refuse: bool = True) -> tuple[Done, Report]:
+        begun_s = time.perf_counter()
+        done = await self._run(task)
+        self.savings.seconds += time.perf_counter() - begun_s
+        return done, self._report(done, refuse=refuse)
+
+    async def _run(self, task: Task) -> Done:
         if self._limiter is None:
             self._limiter = CapacityLimiter(N_PROCESSES)  # belongs to the running event loop
         if self._limiter.statistics().tasks_waiting >= MAX_WAITING:
             raise QueueFullError(f"{MAX_WAITING} prompts wait to be compressed or guarded; try again later.")
-        begun_s, savings = time.perf_counter(), self.savings
+        savings = self.savings
         try:
             with anyio.fail_after(self.options.timeout_s):
                 done = await to_process.run_sync(work, task, cancellable=True, limiter=self._limiter)
@@ -230,14 +243,13 @@ class Intake:
         except BrokenWorkerProcess as e:
             log.error("a compression worker ended by itself: %s", e)
             raise EngineUnavailableError("The process that compresses prompts ended by itself; try again.") from e
-        savings.seconds += time.perf_counter() - begun_s
         if done.error is not None:
             raise (
                 NotServedError(done.error[1])
                 if done.error[0] == "missing"
                 else RequestError(done.error[1], param="compress" if task.compress else "guard")
             )
-        return done, self._report(done, refuse=refuse)
+        return done
 
     def _report(self, done: Done, *, refuse: bool) -> Report:
         report = Report(f"trace-{uuid.uuid4().hex}", done.compression, done.guard)

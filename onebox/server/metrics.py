@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from onebox.engine.pages import PAGE_SIZE
 from onebox.engine.process import EngineClient
 from onebox.server.chat import AnswerUsage
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
+CACHE_LABELS = ("block_size", "num_gpu_blocks")  # what routers read to turn usage into tokens
 LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 LENGTHS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -176,6 +178,11 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "Of the KV cache; always 1.", labels=(*LABELS, *CACHE_LABELS)
+        )
+        info.add_metric((*self._labels, str(PAGE_SIZE), str(s.pages_total)), 1)
+        yield info
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)

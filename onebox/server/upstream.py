@@ -30,6 +30,7 @@ from onebox.server.app import (
     add_gate,
     add_intake,
     encode_json,
+    end,
     error_json,
     json_response,
     named_event,
@@ -325,9 +326,11 @@ def create_upstream_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.ensure_future(taken.warm())
         try:
             yield
         finally:
+            await end(warming)
             end_s = time.monotonic() + drain_s
             while upstream.metrics.running._value.get() and time.monotonic() < end_s:
                 await asyncio.sleep(0.02)
