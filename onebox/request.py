@@ -67,6 +67,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like, from the token after `start_after` on (None: from its first).
+
+    `source` is the text of a JSON schema, of a regular expression, of a JSON list of strings ("choice"), or of a
+    grammar in Lark's or GBNF's notation; nothing for "json_object".
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str = ""
+    start_after: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """One sequence to continue. `prompt` is token ids; `draft_len` None means the engine's own.
 
@@ -81,6 +94,7 @@ class Request:
     draft_len: int | None = None
     snapshot_at: tuple[int, ...] = ()
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,7 @@ class Output:
 
     The last Output of a request has `finish_reason`; `stop_token` is the id that ended it, and is not in `tokens`.
     `drafted` and `accepted` count draft tokens proposed and kept since the request began; `accepted_per_pos[i]` counts
-    the steps in which draft i was kept.
+    the steps in which draft i was kept. With finish_reason "error", `refused` says that the request itself is at fault.
     """
 
     request_id: str
@@ -110,6 +124,7 @@ class Output:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     error: str | None = None
+    refused: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     drafted: int = 0

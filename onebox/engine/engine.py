@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onebox.config import EngineConfig, cpu_threads
+from onebox.engine.grammar import Grammars, Matcher
 from onebox.engine.graph_runner import GraphRunner, News
 from onebox.engine.pages import Pool
 from onebox.engine.plan import DEFAULT_DRAFT_LEN, announce, plan_for, plan_loaded, wants_mtp
@@ -27,6 +30,10 @@ from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
 from onebox.request import FinishReason, Output, Request
 from onebox.spec import Spec
+
+COMPILE_POLL_S = 0.01  # between looks for a compiled grammar, when nothing else is to be done
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -81,6 +88,8 @@ class Engine:
             mtp=model.mtp is not None,
         )
         self.runner = GraphRunner(model, cache)
+        self.grammars = Grammars(Path(config.model) / "tokenizer.json", spec.vocab, self.eos_token_ids)
+        self._compiling: dict[Sequence, Future[Matcher]] = {}
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()
         self._accepted_per_pos = [0] * draft_len
@@ -102,7 +111,10 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ContextLengthError, QueueFullError, or RequestError naming the field."""
+        """Queue a request. Raises ContextLengthError, QueueFullError, or RequestError naming the field.
+
+        A grammar is compiled meanwhile; a fault in it comes as the request's only Output, with `refused`.
+        """
         vocab, params = self.runner.model.spec.vocab, request.params
         if request.id in self.sequences:
             raise RequestError(f"Request id {request.id!r} is in use.", param="request_id")
@@ -122,15 +134,24 @@ class Engine:
             )
         draft_len = self.draft_len if request.draft_len is None else min(request.draft_len, self.draft_len)
         stop_ids = {t for t in params.stop_token_ids if 0 <= t < vocab}
+        if params.ignore_eos and request.grammar is None:
+            eos: tuple[int, ...] = ()
+        else:
+            eos = self.eos_token_ids  # where a grammar allows the end, it is the end
+        matcher = self.grammars.get(request.grammar) if request.grammar is not None else None
         sequence = Sequence(
             request=request,
             arrival=self._arrivals,
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             draft_len=draft_len,
-            stop_ids=frozenset(stop_ids if params.ignore_eos else stop_ids | set(self.eos_token_ids)),
+            stop_ids=frozenset(stop_ids | set(eos)),
             max_len=min(len(request.prompt) + params.max_tokens, self.max_model_len),
+            matcher=matcher,
+            ready=request.grammar is None or matcher is not None,
         )
         self.scheduler.add(sequence)
+        if request.grammar is not None and matcher is None:
+            self._compiling[sequence] = self.grammars.compile(request.grammar)
         self._arrivals += 1
         self.sequences[request.id] = sequence
 
@@ -138,6 +159,8 @@ class Engine:
         """Drop a request and free what it holds now. Unknown or finished ids are ignored."""
         sequence = self.sequences.pop(request_id, None)
         if sequence is not None:
+            if future := self._compiling.pop(sequence, None):
+                future.cancel()
             self.scheduler.cancel(sequence)
             self._count(cancelled=1)
 
@@ -147,8 +170,8 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step of everything that is scheduled. Gives what each request got."""
+        outputs = self._take_compiled()
         plan = self.scheduler.schedule()
-        outputs: list[Output] = []
         with torch.inference_mode():
             self.runner.move(plan.ops)
             news: list[News] = []
@@ -186,6 +209,24 @@ class Engine:
             prefix=dict(scheduler.prefix.counts),
         )
 
+    def _take_compiled(self) -> list[Output]:
+        """Let sequences run whose grammar is compiled, and give the others' faults."""
+        if not self._compiling:
+            return []
+        if len(self._compiling) == len(self.sequences):
+            wait(self._compiling.values(), COMPILE_POLL_S, FIRST_COMPLETED)
+        outputs = []
+        for s, future in [(s, f) for s, f in self._compiling.items() if f.done()]:
+            del self._compiling[s]
+            fault = future.exception()
+            if fault is None:
+                s.matcher, s.ready = future.result(), True
+                continue
+            if not isinstance(fault, RequestError):
+                logger.error("a grammar did not compile", exc_info=fault)
+            outputs.append(Output(s.request.id, finish_reason="error", error=str(fault), refused=True))
+        return outputs
+
     def _step_prefill(self, chunks: tuple[Chunk, ...], outputs: list[Output]) -> list[News]:
         hidden = self.runner.prefill(chunks)
         done = [i for i, c in enumerate(chunks) if c.last]
@@ -206,6 +247,9 @@ class Engine:
         return news
 
     def _step_window(self, window: tuple[Sequence, ...], outputs: list[Output]) -> list[News]:
+        for s in window:
+            if s.matcher is not None:
+                s.drafts = s.matcher.cut(s.drafts)
         hidden = self.runner.window(window)
         logits = self.runner.model.logits(hidden)
         targets = choose(logits, [(s, s.drafts[:i]) for s in window for i in range(1 + len(s.drafts))])
@@ -225,10 +269,20 @@ class Engine:
         reason: FinishReason | None = None
         stop_token: int | None = None
         said = len(s.tokens) - s.prompt_len
+        m, least = s.matcher, s.request.params.min_tokens
         for i, token in enumerate(tokens):
-            if token in s.stop_ids and said + i >= s.request.params.min_tokens:
+            # with a grammar, an end that min_tokens forbids was the only token there was
+            if token in s.stop_ids and (m is not None or said + i >= least):
                 reason, stop_token, tokens = "stop", token, tokens[:i]
                 break
+            if m is None:
+                continue
+            m.accept(token)
+            if m.finished:
+                reason, tokens = "stop", tokens[: i + 1]
+                break
+        if m is not None and m.error:
+            reason, tokens = "error", []
         kept = min(max(n_rows - 1, 0), len(tokens))  # drafts behind a stop are not kept
         s.accepted += kept
         for i in range(kept):
@@ -246,6 +300,8 @@ class Engine:
                 if n_top is None
                 else tuple(token_logprobs(logits[i], token, n_top) for i, token in enumerate(tokens)),
                 finish_reason=reason,
+                error=m.error if m is not None else None,
+                refused=reason == "error",
                 stop_token=stop_token,
                 prompt_tokens=s.prompt_len,
                 cached_tokens=s.cached_tokens,

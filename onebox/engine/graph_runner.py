@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onebox.engine.grammar import mask_logits
 from onebox.engine.pages import PAGE_SIZE, pages_for
 from onebox.engine.sampler import SamplingRows, sample
 from onebox.engine.scheduler import Chunk
@@ -98,6 +99,7 @@ class GraphRunner:
 
     def _choose(self, logits: Tensor, sequences: Seq[Sequence]) -> list[int]:
         """The drafter's proposals, with the noise that the target will use at the same positions."""
+        logits = mask_logits(logits, [(s.matcher, s.drafts) for s in sequences])
         positions = [len(s.tokens) + len(s.drafts) for s in sequences]
         params = [s.request.params for s in sequences]
         chosen: list[int] = sample(

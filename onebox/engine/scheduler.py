@@ -184,22 +184,28 @@ class Scheduler:
         if ranked:
             give(ranked[0], max(budget // 2, 1))
             # late, so that it finds what those before it have left in the cache; at once, if it is shorter than they
-            while self.waiting and all(left(self.waiting[0]) < left(s) for s in ranked) and self._admit():
+            while (first := self._first()) and all(left(first) < left(s) for s in ranked) and self._admit():
                 ranked.append(self.running[-1])
         for s in sorted(ranked[1:], key=lambda s: (s.request.priority, left(s))):
             give(s, budget)
-        while budget > 0 and self.waiting and self._admit():
+        while budget > 0 and self._admit():
             ranked.append(self.running[-1])
             give(ranked[-1], budget)
         for s in ranked:
             give(s, budget)
         return tuple(Chunk(s, s.computed, n) for s, n in rows.items())
 
+    def _first(self) -> Sequence | None:
+        """The first in the queue that is ready."""
+        return next((s for s in self.waiting if s.ready), None)
+
     def _admit(self) -> bool:
         """Give the first in the queue a slot, its cached prefix and pages for all its tokens. Nobody overtakes it."""
         if self._preempted:
             return False  # what was taken from one is not for another
-        sequence = self.waiting[0]
+        sequence = self._first()
+        if sequence is None:
+            return False
         room = self.pages.n_free + self.prefix.n_idle
         if len(self.running) >= self.max_num_seqs or not self.slots.n_free or self._blocked == (sequence, room):
             return False
@@ -215,7 +221,7 @@ class Scheduler:
             if not self.prefix.reclaim(need):
                 return False
         self._blocked = None
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.phase, [sequence.slot] = Phase.PREFILL, self.slots.take(1)
         sequence.pages = held + self.pages.take(need - len(held))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from onebox.request import Request
 
 if TYPE_CHECKING:
+    from onebox.engine.grammar import Matcher
     from onebox.engine.prefix import Node
 
 
@@ -50,6 +51,8 @@ class Sequence:
     cuts: list[int] = field(default_factory=list)
     saved: int = 0
     node: Node | None = None
+    matcher: Matcher | None = None
+    ready: bool = True  # False: its grammar is being compiled
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

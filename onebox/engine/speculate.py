@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from onebox.engine.grammar import mask_logits
 from onebox.engine.sampler import SamplingRows, penalize, sample
 from onebox.engine.sequence import Sequence
 
@@ -19,12 +20,16 @@ def choose(logits: Tensor, rows: Seq[tuple[Sequence, list[int]]]) -> list[int]:
     """The target's token for each row of logits [R, V]; a row is (sequence, drafts taken as already said)."""
     params = [s.request.params for s, _ in rows]
     said = [_said(s, drafts) for s, drafts in rows]
+    logits = mask_logits(logits, [(s.matcher, drafts) for s, drafts in rows])
     logits = penalize(logits, params, [s.request.prompt for s, _ in rows], said)
     early = [i for i, (s, d) in enumerate(rows) if len(s.tokens) - s.prompt_len + len(d) < params[i].min_tokens]
     if early:
         logits = logits.clone()
         for i in early:
-            logits[i, sorted(rows[i][0].stop_ids)] = float("-inf")
+            row, stops = logits[i].clone(), sorted(rows[i][0].stop_ids)
+            row[stops] = float("-inf")
+            if rows[i][0].matcher is None or row.isfinite().any():  # else the grammar is at its end
+                logits[i] = row
     positions = [len(s.tokens) + len(d) for s, d in rows]
     seeds = [s.seed for s, _ in rows]
     chosen: list[int] = sample(logits, SamplingRows.of(params, seeds, positions, logits.device)).tolist()
