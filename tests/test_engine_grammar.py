@@ -328,8 +328,8 @@ def test_preemption_keeps_the_matcher() -> None:
     }
     params = SamplingParams(max_tokens=200, temperature=1.0, seed=1)
     requests = [Request(str(i), chat(f"list {i}"), params, grammar=schema(array)) for i in range(4)]
-    wide = run(engine(draft_len=2, max_model_len=1024), requests)
-    small = engine(draft_len=2, max_model_len=1024, kv_gb=0.0028)
+    wide = run(engine(draft_len=2, max_model_len=384), requests)
+    small = engine(draft_len=2, max_model_len=384, kv_gb=0.0028)
     tight = run(small, requests)
     assert small.stats().preemptions > 0
     for r in requests:
