@@ -30,7 +30,8 @@ def lingua(**options: Any) -> PromptCompressor:
 def test_the_arguments_are_the_originals_in_its_order_with_its_defaults() -> None:
     constructor = inspect.signature(PromptCompressor).parameters
     assert list(constructor)[:7] == [
-        "model_name", "device_map", "model_config", "open_api_config", "use_llmlingua2", "use_slingua", "llmlingua2_config",
+        "model_name", "device_map", "model_config", "open_api_config",
+        "use_llmlingua2", "use_slingua", "llmlingua2_config",
     ]  # fmt: skip
     call = inspect.signature(PromptCompressor.compress_prompt).parameters
     expected = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,19 @@ def _bundled_counter() -> Counter | None:
 
 
 def counter_of(tokenizer: Any | None) -> Counter:
-    """A token counter from a tiktoken encoding, a `tokenizers` or transformers tokenizer, or a function of text.
+    """A token counter from a tiktoken encoding, a `tokenizers` or transformers tokenizer, or a function of text; the
+    same one for the same tokenizer.
 
     None means the bundled Qwen-style tokenizer, or a quarter of the UTF-8 bytes where it is not installed.
     """
+    try:
+        return _counter_of(tokenizer)
+    except TypeError:  # not hashable: no harm, only its own counter each time
+        return _counter_of.__wrapped__(tokenizer)
+
+
+@lru_cache(maxsize=16)
+def _counter_of(tokenizer: Any | None) -> Counter:
     if tokenizer is None:
         return _bundled_counter() or (lambda text: -(-len(text.encode()) // 4))
     if hasattr(tokenizer, "encode_ordinary"):
@@ -60,12 +69,26 @@ class Slice:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What `assemble` asks of a row again and again: line breaks before each piece (-1: no gap), and its copies."""
+
+    breaks: np.ndarray
+    copies: list[int]
+
+    @classmethod
+    def of(cls, text: str, row: Sequence[Piece]) -> Layout:
+        breaks = [text.count("\n", p.lead, p.start) if p.start > p.lead else -1 for p in row]
+        return cls(np.array(breaks, dtype=int), [at for at, piece in enumerate(row) if piece.same >= 0])
+
+
 def assemble(
     parts: Sequence[str],
     pieces: Sequence[Sequence[Piece]],
     kept: Sequence[np.ndarray],
     order: Sequence[int],
     separator: str,
+    layouts: Sequence[Layout] | None = None,
 ) -> tuple[str, list[Slice]]:
     """Output text and where each stretch came from. Of the whitespace between two kept pieces the strongest stays."""
     out: list[str] = []
@@ -87,10 +110,10 @@ def assemble(
     for part in order:
         text, row, keep = parts[part], pieces[part], kept[part]
         held = np.flatnonzero(keep)
+        layout = layouts[part] if layouts is not None else Layout.of(text, row)
         gone: dict[int, list[int]] = {}  # bond -> lengths of its copies that are not kept
-        for piece in (row[int(at)] for at in np.flatnonzero(~keep)):
-            if piece.same >= 0:
-                gone.setdefault(piece.same, []).append(piece.end - piece.lead)
+        for piece in (row[at] for at in layout.copies if not keep[at]):
+            gone.setdefault(piece.same, []).append(piece.end - piece.lead)
         if not len(held):
             if not row and text and all(not other.strip() for other in parts):
                 emit(part, 0, len(text))
@@ -105,14 +128,11 @@ def assemble(
                 emit(part, piece.lead, piece.end)
             else:
                 if previous >= 0:
-                    gaps = [
-                        (row[i].lead, row[i].start)
-                        for i in range(previous + 1, index + 1)
-                        if row[i].start > row[i].lead
-                    ]
-                    if gaps:
-                        best = max(gaps, key=lambda gap: (text.count("\n", *gap), gap[0]))
-                        emit(part, *best)
+                    gaps = layout.breaks[previous + 1 : index + 1][::-1]
+                    strongest = int(np.argmax(gaps))
+                    if gaps[strongest] >= 0:
+                        before = row[index - strongest]
+                        emit(part, before.lead, before.start)
                 emit(part, piece.start, piece.end)
             if piece.bond in gone:
                 lengths = gone.pop(piece.bond)
@@ -218,15 +238,18 @@ def select(
     """Highest priorities first until the budget is full. `tokens` above the budget: the floor alone is."""
     bonds = _Bonds(pieces, priorities)
     bounds = np.cumsum([0, *[len(row) for row in pieces]])
+    layouts = [Layout.of(text, row) for text, row in zip(parts, pieces, strict=True)]
 
     def build(chosen: np.ndarray) -> Selection:
         held = chosen[bonds.of] if len(bonds.of) else np.zeros(0, dtype=bool)
         rows = [held[bounds[i] : bounds[i + 1]] for i in range(len(pieces))]
-        text, slices = assemble(parts, pieces, rows, order, separator)
+        text, slices = assemble(parts, pieces, rows, order, separator, layouts)
         return Selection(text, slices, rows, count(text), 0)
 
     best = build(bonds.keep)
     floor = best.tokens
+    if floor > budget and not best.text.strip():
+        return Selection("", [], best.kept, 0, 0)
     if floor > budget:
         return Selection(best.text, best.slices, best.kept, floor, floor)
     total_tokens = count(separator.join(parts)) or 1
