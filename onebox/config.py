@@ -25,7 +25,8 @@ class EngineConfig:
     `gpu_memory_utilization` is the share of the device's memory that everything here may use, as in vLLM;
     `memory_floor_gb` is left free of what is available (None: 8 on unified memory, up to 8 on a CPU, 1 beside it).
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `fused` runs decode windows through
-    the Triton kernels, on CUDA, where they can read the weights. Raises ConfigError naming the value out of range.
+    the Triton kernels, where they can read the weights, and `cuda_graphs` as one captured graph a step: None means on
+    CUDA, in 16 bits. Raises ConfigError naming the value out of range.
     """
 
     model: str
@@ -43,7 +44,8 @@ class EngineConfig:
     snapshot_every: int = 2048
     snapshots: int | None = None
     snapshot_host_gb: float = 0.0
-    fused: bool = False
+    fused: bool | None = None
+    cuda_graphs: bool | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +83,10 @@ class EngineConfig:
         if self.fused and not device.startswith("cuda"):
             raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
-        return replace(self, device=device, dtype=dtype)
+        fast = device.startswith("cuda") and dtype != "float32"
+        fused = fast if self.fused is None else self.fused
+        graphs = fast and fused if self.cuda_graphs is None else self.cuda_graphs
+        return replace(self, device=device, dtype=dtype, fused=fused, cuda_graphs=graphs)
 
 
 def environment_keys() -> tuple[str, ...]:

@@ -186,7 +186,7 @@ class FakeEngine:
             if last:
                 s.phase = Phase.DECODE
                 self._settle(s, 0, targets[-1:])
-        self.scheduler.settle(plan)
+        self.scheduler.settle(plan.sequences)
         self.scheduler.check()
         return plan
 

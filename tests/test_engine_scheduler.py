@@ -97,7 +97,7 @@ def test_zero_accepted_rows_are_an_ordinary_step() -> None:
     engine.device.run(plan)
     engine.device.forward(s, [s.tokens[-1], *s.drafts], window=True)
     s.verified(0, [])
-    engine.scheduler.settle(plan)
+    engine.scheduler.settle(plan.sequences)
     engine.scheduler.check()
     assert s.pending == 0
     engine.run()
@@ -110,7 +110,7 @@ def test_a_sequence_cancelled_inside_a_step_leaves_when_the_step_is_settled() ->
     engine.step()
     plan = engine.scheduler.schedule()
     assert not engine.scheduler.cancel(s) and s.slot
-    engine.scheduler.settle(plan)
+    engine.scheduler.settle(plan.sequences)
     assert s.phase is Phase.FINISHED and not s.slot and not engine.scheduler.running
 
 
@@ -133,7 +133,7 @@ def test_accepted_rows_behind_a_stop_are_not_kept_with_the_finished_sequence() -
     s.computed, s.pending = s.computed + 4, 4
     s.tokens += targets[:1]  # the second was a stop token
     engine.scheduler.finish(s)
-    engine.scheduler.settle(plan)
+    engine.scheduler.settle(plan.sequences)
     del engine.live[s.request.id]
     assert engine.ask([*s.tokens, 7]).cached_tokens == len(s.tokens)
     engine.close()

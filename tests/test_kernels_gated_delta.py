@@ -114,5 +114,5 @@ def test_committing_every_row_of_a_window_equals_three_single_steps() -> None:
     one, many = copy(s), copy(s)
     singles = torch.cat([step(one, i, i + 1, 0 if i == 0 else 1) for i in range(4)])
     wide = torch.cat((step(many, 0, 3, 0), step(many, 3, 4, 3)))
-    assert_close(wide, singles)
-    assert_close(many.s[2], one.s[2])
+    assert torch.equal(wide, singles), "the text must not depend on how many drafts a window carries"
+    assert torch.equal(many.s[2], one.s[2])

@@ -83,3 +83,33 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_beside_a_longer_table() ->
     alone, *_ = run_both([100], [1])
     wide, *_ = run_both([100], [1], n_table=8)
     assert torch.equal(alone, wide)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (32, 2)])
+@pytest.mark.parametrize("context", [60, 126, 254])
+def test_a_row_has_the_same_bits_whatever_its_window(
+    context: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of five rows over a page's edge, and over the length at which chunks double."""
+    monkeypatch.setattr(paged_attention, "MAX_CHUNKS", 2)
+    n_heads, n_kv = heads
+    n, n_pages = 5, 6
+    qkv = rows(n, (2 * n_heads + 2 * n_kv) * D, seed=6)
+    angle = rows(n, 1, HALF, seed=7).float() * 3
+    norms = rows(D, seed=8, scale=0.3), rows(D, seed=9, scale=0.3)
+    pages = rows(1 + n_pages, 2, PAGE_SIZE, n_kv, D, seed=5)
+    table = 1 + torch.arange(n_pages, device=DEVICE)[None]
+    space = linear.Workspace.allocate(1 << 23, DEVICE)
+
+    def attend(first: int, end: int) -> torch.Tensor:
+        position = context + torch.arange(first, end, device=DEVICE)
+        slot = table[0, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        rope = angle[first:end].cos().to(DTYPE), angle[first:end].sin().to(DTYPE)
+        start = torch.tensor([0, end - first], device=DEVICE)
+        return paged_attention.gated_attention(
+            qkv[first:end], *norms, rope, pages, table, slot, position, start, end - first, n_heads, EPS, space
+        )
+
+    together = attend(0, n)
+    assert torch.equal(together, torch.cat([attend(i, i + 1) for i in range(n)]))
+    assert torch.equal(together, torch.cat([attend(0, 2), attend(2, n)]))

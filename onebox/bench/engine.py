@@ -1,7 +1,7 @@
-"""Greedy decoding through the engine's own step loop: tokens a second with its host work, eager launches included.
+"""Greedy decoding through the engine: tokens a second with the host's work, beside the captured step alone.
 
 python -m onebox.bench.engine --model onebox/models/tiny --batch 1 8 --k 0 3
-python -m onebox.bench.engine --shape qwen3.5-35b-a3b --batch 1                # random weights, k = 0
+python -m onebox.bench.engine --shape qwen3.5-35b-a3b --batch 1 --k 0 2    # random weights, forced acceptance
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from pathlib import Path
 import torch
 
 from onebox.bench.random_model import random_model_weights
-from onebox.bench.record import append, environment, rounded
+from onebox.bench.record import append, environment, rounded, time_cuda
 from onebox.checkpoint.reader import LoadReport
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
 from onebox.ledger import BUILDS, SHAPES
 from onebox.model.load import Loaded
+from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Request, SamplingParams
 
 STEPS = 96
 
 
-def random_engine(shape: str, build: str, device: str, batch: int) -> Engine:
-    """An engine over random weights of a published shape, without a drafter."""
-    model = random_model_weights(SHAPES[shape], BUILDS[build], torch.device(device, 0))
-    loaded = Loaded(
-        model, LoadReport(Path(shape), 0, {build: 0}, mtp=False, vision_tensors=0, activation_scales=0, side_files=())
+def random_engine(model: Qwen35, shape: str, k: int, batch: int, context: int, forced: tuple[float, ...]) -> Engine:
+    """An engine over random weights of a published shape; with drafts, `forced` says how many are kept."""
+    report = LoadReport(Path(shape), 0, {}, mtp=True, vision_tensors=0, activation_scales=0, side_files=())
+    config = EngineConfig(
+        model=shape, device="cuda", draft_len=k, max_num_seqs=batch, kv_gb=8.0, max_model_len=context, snapshots=4
     )
-    config = EngineConfig(model=shape, device=device, draft_len=0, max_num_seqs=batch, kv_gb=2.0, max_model_len=4096)
-    return Engine(config, loaded)
+    engine = Engine(config, Loaded(model, report))
+    assert engine.captured is not None
+    engine.captured.forced = forced[:k]
+    return engine
 
 
 def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:
@@ -58,6 +61,15 @@ def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple
     return statistics.median(times) * 1e3, tokens / len(times) / batch, first * 1e3
 
 
+def graph_ms(engine: Engine, batch: int) -> float:
+    """Device time of the captured step alone, as the last real one left its inputs; 0 without one."""
+    if engine.captured is None:
+        return 0.0
+    graph = engine.captured.graph(batch).graph
+    assert graph is not None
+    return time_cuda(graph.replay).median_ms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
@@ -65,6 +77,9 @@ def main() -> None:
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--k", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--force-acceptance", type=float, nargs="+", default=[0.9, 0.8, 0.7], help="random weights only"
+    )
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
@@ -73,11 +88,18 @@ def main() -> None:
         parser.error("no CUDA device is visible; this benchmark measures one")
     if (args.model is None) == (args.shape is None):
         parser.error("name one of --model and --shape")
-    for k in args.k if args.model else [0]:
-        if args.model:
-            engine = Engine(EngineConfig(model=str(args.model), device="cuda", fused=True, draft_len=k, kv_gb=1.0))
+    random_model = None
+    if args.shape:
+        random_model = random_model_weights(SHAPES[args.shape], BUILDS[args.build], torch.device("cuda", 0))
+    for k in args.k:
+        forced: tuple[float, ...] = ()
+        if random_model is None:
+            engine = Engine(
+                EngineConfig(model=str(args.model), device="cuda", draft_len=k, kv_gb=1.0, max_num_seqs=max(args.batch))
+            )
         else:
-            engine = random_engine(args.shape, args.build, "cuda", max(args.batch))
+            forced = tuple(args.force_acceptance[:k]) + (args.force_acceptance[-1],) * (k - len(args.force_acceptance))
+            engine = random_engine(random_model, args.shape, k, max(args.batch), args.prompt + 4096, forced)
         with torch.inference_mode():
             for batch in args.batch:
                 ms, per_step, prefill = decode(engine, batch, args.prompt)
@@ -86,8 +108,12 @@ def main() -> None:
                     "model": args.model.name if args.model else args.shape,
                     "weights": "checkpoint" if args.model else "random",
                     "fused": engine.runner.model.fused is not None,
+                    "captured": engine.captured is not None,
+                    "graph_ms": rounded(graph_ms(engine, batch)),
+                    "build": args.build if args.shape else "checkpoint",
                     "batch": batch,
                     "k": k,
+                    "forced_acceptance": list(forced),
                     "prompt": args.prompt,
                     "ms_per_step": rounded(ms),
                     "tokens_per_step": rounded(per_step),

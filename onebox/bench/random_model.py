@@ -37,6 +37,7 @@ from onebox.model.decode import DecodeLayer, Fused, Window, decode_layers, merge
 from onebox.model.gated_delta import GatedDeltaWeights
 from onebox.model.layers import MlpWeights, Rope
 from onebox.model.moe import MoeWeights
+from onebox.model.mtp import MtpWeights
 from onebox.model.qwen3_5 import Qwen35
 from onebox.spec import Spec
 
@@ -312,24 +313,32 @@ def random_block(spec: Spec, build: Build, kind: str, device: torch.device) -> B
 
 
 def random_model_weights(spec: Spec, build: Build, device: torch.device) -> Qwen35:
-    """What `load_model` would give for a checkpoint of this shape without an MTP head."""
+    """What `load_model` would give for a checkpoint of this shape, MTP head included."""
     blocks, packed = [], []
     for kind in spec.layer_types:
         block, layer = merge(random_block(spec, build, kind, device))
         blocks.append(block)
         packed.append(layer)
+    drafter = replace(build, experts=build.mtp_experts, shared=build.mtp_dense, attention=build.mtp_dense)
+    drafter_block, drafter_layer = merge(random_block(spec, drafter, "full_attention", device))
     model = Qwen35(
         spec=spec,
         embedding=torch.empty(spec.vocab, spec.hidden, dtype=torch.bfloat16, device=device).normal_(),
         layers=tuple(blocks),
         norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
         head=random_weight(build.head, spec.vocab, spec.hidden, device=device),
-        mtp=None,
+        mtp=MtpWeights(
+            fc=random_weight(build.mtp_dense, spec.hidden, 2 * spec.hidden, device=device),
+            embedding_norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
+            hidden_norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
+            block=drafter_block,
+            norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
+        ),
         rope=Rope.from_spec(spec, device),
         dtype=torch.bfloat16,
         device=device,
     )
-    return replace(model, fused=Fused.of(model, packed, None))
+    return replace(model, fused=Fused.of(model, packed, drafter_layer))
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:

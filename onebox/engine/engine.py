@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from onebox.config import EngineConfig, cpu_threads
+from onebox.engine.captured import CapturedSteps, Flight, capturable, foreseeable
 from onebox.engine.grammar import Grammars, Matcher
 from onebox.engine.graph_runner import GraphRunner, News
-from onebox.engine.pages import Pool
+from onebox.engine.pages import Pool, pages_for
 from onebox.engine.plan import DEFAULT_DRAFT_LEN, announce, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.process import EngineInfo, EngineStats
@@ -55,7 +56,7 @@ class Engine:
                 device=config.device,
                 dtype=getattr(torch, config.dtype),
                 mtp=wants_mtp(config),
-                fused=config.fused,
+                fused=bool(config.fused),
             )
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan
@@ -90,6 +91,16 @@ class Engine:
         self.runner = GraphRunner(model, cache)
         self.grammars = Grammars(Path(config.model) / "tokenizer.json", spec.vocab, self.eos_token_ids)
         self._compiling: dict[Sequence, Future[Matcher]] = {}
+        self.captured: CapturedSteps | None = None
+        self.flight: Flight | None = None  # a captured step that is launched and not read
+        if self.config.cuda_graphs:
+            self.captured = CapturedSteps(
+                model,
+                cache,
+                draft_len=draft_len,
+                max_num_seqs=config.max_num_seqs,
+                max_pages=pages_for(self.max_model_len + 3 * draft_len + 1),
+            )
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()
         self._accepted_per_pos = [0] * draft_len
@@ -166,28 +177,39 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences)
+        return bool(self.sequences) or self.flight is not None
 
     def step(self) -> list[Output]:
         """Run one step of everything that is scheduled. Gives what each request got."""
         outputs = self._take_compiled()
+        if self.flight is not None:
+            return self._settle_flight(self.flight, outputs)
         plan = self.scheduler.schedule()
         with torch.inference_mode():
             self.runner.move(plan.ops)
             news: list[News] = []
-            if plan.window:
+            if plan.window and self.captured is not None and all(capturable(s) for s in plan.window):
+                flight = self.captured.launch(plan.window)
+                if not plan.prefill:
+                    return self._settle_flight(flight, outputs)
+                self._settle_captured(self.captured, flight, outputs)
+            elif plan.window:
                 news += self._step_window(plan.window, outputs)
             if plan.prefill:
                 news += self._step_prefill(plan.prefill, outputs)
             self.runner.draft(news)
+        self._finish(outputs)
+        self.scheduler.settle(plan.sequences)
+        return outputs
+
+    def _finish(self, outputs: list[Output]) -> None:
+        """Let go of the requests that ended, and count the step."""
         for output in outputs:
             if output.finish_reason is not None:
                 self.scheduler.finish(self.sequences.pop(output.request_id))
-        self.scheduler.settle(plan)
         self._count(steps=1, finished=sum(o.finish_reason is not None for o in outputs))
         if self.config.debug:
             self.scheduler.check()
-        return outputs
 
     def stats(self) -> EngineStats:
         scheduler, slots = self.scheduler, self.scheduler.prefix.slots
@@ -263,6 +285,44 @@ class Engine:
             news.append(News(s, n, hidden[row : row + n]))
             row += rows
         return news
+
+    def _settle_flight(self, flight: Flight, outputs: list[Output]) -> list[Output]:
+        """Settle a step that the device runs, with the one after it launched first where nothing else is to be done."""
+        captured = self.captured
+        assert captured is not None
+        with torch.inference_mode():
+            self.flight = captured.again(flight) if self._may_run_ahead(flight.sequences) else None
+            self._settle_captured(captured, flight, outputs)
+        self._finish(outputs)
+        if self.flight is None:
+            self.scheduler.settle(flight.sequences)
+        elif all(s.phase is Phase.FINISHED for s in flight.sequences):
+            self.flight = None  # it stands in nobody's slot
+        return outputs
+
+    def _may_run_ahead(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether the next step can be launched before this one is read: the same sequences, and nothing to decide."""
+        live = tuple(s for s in sequences if s.phase is not Phase.FINISHED)
+        return (
+            not any(s.cancelled for s in live)
+            and all(capturable(s) and foreseeable(s) for s in live)
+            and self.scheduler.may_run_ahead(live, 1 + self.draft_len)
+        )
+
+    def _settle_captured(self, captured: CapturedSteps, flight: Flight, outputs: list[Output]) -> None:
+        """Read a step and tell its sequences; those over since it was launched stood in nobody's slot."""
+        step = captured.land(flight)
+        width = 1 + captured.draft_len
+        for b, s in enumerate(flight.sequences):
+            if s.phase is Phase.FINISHED:
+                continue
+            told = outputs if not s.cancelled else []  # nobody listens to the cancelled; their numbers are settled
+            n_drafts = len(s.drafts)
+            tokens = accept(s.drafts, step.targets[b][: 1 + n_drafts])
+            s.drafted += n_drafts
+            self._count(drafted_tokens=n_drafts, draft_windows=int(n_drafts > 0))
+            self._settle(s, len(tokens), tokens, step.logits[b * width : (b + 1) * width], told)
+            s.drafts = step.drafts[b][: s.n_drafts]
 
     def _settle(self, s: Sequence, n_rows: int, tokens: list[int], logits: Tensor, outputs: list[Output]) -> int:
         """Append and report the step's tokens, of which `n_rows` rows of a window stand. Gives how many were kept."""

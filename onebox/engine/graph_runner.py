@@ -1,4 +1,4 @@
-"""Sequences -> Batch -> hidden states and drafts. Runs eagerly; the only file that turns bookkeeping into tensors."""
+"""Sequences -> Batch -> hidden states and drafts, eagerly: prompts, and windows that no captured step can run."""
 
 from __future__ import annotations
 

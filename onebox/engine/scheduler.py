@@ -44,6 +44,10 @@ class Plan:
     ops: tuple[DeviceOp, ...] = ()
     preempted: tuple[Sequence, ...] = ()
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return *self.window, *(c.sequence for c in self.prefill)
+
 
 class Scheduler:
     """Admits by priority, then arrival; preempts in the reverse order when pages run out, losing nothing but time.
@@ -110,10 +114,26 @@ class Scheduler:
         ops.clear()
         return plan
 
-    def settle(self, plan: Plan) -> None:
-        """End a step: every sequence of the plan has been told what it got. Finishes those cancelled meanwhile."""
+    def may_run_ahead(self, window: tuple[Sequence, ...], rows: int) -> bool:
+        """Whether `schedule` would choose this window again and nothing beside it, after a step of at most `rows` rows.
+
+        If so, pages for the step after that are reserved.
+        """
+        if self.waiting or len(window) != len(self.running) or not window or self.prefix.slots.ops:
+            return False
+        if self.snapshot_every and any(s.computed + 2 * rows - s.saved >= self.snapshot_every for s in window):
+            return False
+        needs = [max(pages_for(s.reserve + rows) - len(s.pages), 0) for s in window]
+        if sum(needs) > self.pages.n_free:
+            return False  # what the cache would give up may still be copied from
+        for s, need in zip(window, needs, strict=True):
+            s.pages += self.pages.take(need)
+        return True
+
+    def settle(self, sequences: tuple[Sequence, ...]) -> None:
+        """End a step: all its sequences have been told what they got. Finishes those cancelled meanwhile."""
         self._in_step.clear()
-        for sequence in chain(plan.window, (c.sequence for c in plan.prefill)):
+        for sequence in sequences:
             if sequence.cancelled and sequence.phase is not Phase.FINISHED:
                 self.finish(sequence)
 

@@ -93,8 +93,10 @@ def _convolve_kernel(
             y = (y * tl.sigmoid(y)).to(mixed_ptr.dtype.element_ty).to(tl.float32)
             if block < 2 * HK:
                 y = y * tl.rsqrt(tl.sum(y * y, axis=0) + 1e-6)
-            if is_k:
-                tl.store(k_ptr + (slot * W + i) * (HK * BLOCK) + key, y.to(k_ptr.dtype.element_ty))
+            if is_k:  # rounded for this window too: a row must not know whether it was committed by the next one
+                kept_y = y.to(k_ptr.dtype.element_ty)
+                tl.store(k_ptr + (slot * W + i) * (HK * BLOCK) + key, kept_y)
+                y = kept_y.to(tl.float32)
             tl.store(out_ptr + (first + i) * C + channel, y)
             f0, f1, f2 = f1, f2, f3
 
@@ -216,11 +218,13 @@ def window(
     _convolve_kernel[(batch, channels // dk + 1)](
         mixed, mixed.stride(0), inner, query_start, state_slot, commit, context_len, state.conv, w.conv,
         state.k, old_k, state.g, state.beta, gates, old_gates, w.dt_bias, w.a_log, HV=hv,
-        HEADS=triton.next_power_of_2(hv), HK=hk, C=channels, BLOCK=dk, W=width, **launch(device, 4),
+        HEADS=triton.next_power_of_2(hv), HK=hk, C=channels, BLOCK=dk, W=width, enable_fp_fusion=False,
+        **launch(device, 4),
     )  # fmt: skip
     _delta_kernel[(dv // block, hv, batch)](
         mixed, mixed.stride(0), inner, out, query_start, state_slot, commit, context_len,
         state.s, old_k, state.v, gates, old_gates, w.norm, squares, rows,
-        HK=hk, HV=hv, DK=dk, DV=dv, BV=block, W=width, PAIRED=paired, **launch(device, c.warps),
+        HK=hk, HV=hv, DK=dk, DV=dv, BV=block, W=width, PAIRED=paired,
+        enable_fp_fusion=False, **launch(device, c.warps),  # a row is worked on by two loops, which must round alike
     )  # fmt: skip
     return out, squares

@@ -191,6 +191,7 @@ def window_ref(
             history, s = torch.zeros_like(history), torch.zeros_like(s)
         q, k, v = causal_conv_ref(qkv, history, w.conv).split((hk * dk, hk * dk, hv * dv), dim=-1)
         q, k = (l2_normalize_ref(x.unflatten(-1, (hk, dk))) for x in (q, k))
+        k = k.to(state.k.dtype).float()  # as the next window will read it
         v = v.unflatten(-1, (hv, dv))
         beta, g = b_in.float().sigmoid(), -w.a_log.float().exp() * F.softplus(a_in.float() + w.dt_bias.float())
         o, _ = delta_rule_recurrent_ref(q, k, v, g, beta, s)

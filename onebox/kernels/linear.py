@@ -74,6 +74,15 @@ class Operand:
         return cls(w.q, w.scale, w.scale, INT8.value, 128, n, k)
 
 
+def readable(w: Weight) -> bool:
+    """Whether the kernels read this weight as it is."""
+    if isinstance(w, Int4Weight):
+        return w.zero is None and w.scale.element_size() == 2
+    if isinstance(w, Nvfp4Weight):
+        return w.shape[-1] % 128 == 0
+    return w.block == (128, 128) if isinstance(w, Fp8Weight) else True
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Scratch for ordered split sums, one a stream. Kernels leave the counters at zero."""

@@ -18,6 +18,8 @@ from onebox.kernels.moe_ref import Routing
 from onebox.kernels.tile import (
     BF16,
     add_to_residual,
+    gate_up_rows,
+    gated,
     inverse_rms,
     keep_rows,
     last_of,
@@ -37,52 +39,44 @@ from onebox.kernels.weights import Weight
 @triton.jit
 def _choose(
     partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
-    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum the parts of the logits, choose and weigh experts row by row, list the experts met."""
-    t, e = tl.arange(0, ROWS), tl.arange(0, EXPERTS)
-    row_mask = t < n_rows
-    mask = row_mask[:, None] & (e < E)[None, :]
-    logits = tl.zeros([ROWS, EXPERTS], tl.float32)
-    gate = tl.zeros([ROWS], tl.float32)
-    for s in tl.static_range(SPLITS):
-        row = partial_ptr + (s * T + t) * WIDE
-        logits += tl.load(row[:, None] + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        gate += tl.load(row + EXPERTS, mask=row_mask, other=0.0, cache_modifier=".cg")
-    rms = inverse_rms(load_squares(squares_ptr, t, row_mask, n_parts, n_rows, PARTS), H, eps)
-    left = tl.where((e < E)[None, :], logits * rms[:, None], float("-inf"))
-    best = tl.max(left, axis=1)
-    total = tl.zeros([ROWS], tl.float32)
-    weight = tl.zeros([ROWS, EXPERTS], tl.float32)
-    for _ in tl.static_range(TOP_K):
-        top, index = tl.max(left, axis=1, return_indices=True)
-        share = tl.exp(top - best)
-        pick = e[None, :] == index[:, None]
-        weight = tl.where(pick & row_mask[:, None], share[:, None], weight)
-        left = tl.where(pick, float("-inf"), left)
-        total += share
-    weight = weight / total[:, None]
-    met = tl.max((weight > 0).to(tl.int32), axis=0)
+    e, one = tl.arange(0, EXPERTS), tl.arange(0, 1)
+    inside = e < E
+    met = tl.zeros([EXPERTS], tl.int32)
+    # a row at a time, in one warp's registers: a tile of rows would cross warps eight times for its eight best
+    for t in range(n_rows):
+        logits = tl.zeros([EXPERTS], tl.float32)
+        gate = 0.0
+        for s in tl.static_range(SPLITS):
+            row = partial_ptr + (s * T + t) * WIDE
+            logits += tl.load(row + e, mask=inside, other=0.0, cache_modifier=".cg")
+            gate += tl.load(row + EXPERTS, cache_modifier=".cg")
+        rms = tl.max(inverse_rms(load_squares(squares_ptr, t + one, one == 0, n_parts, n_rows, PARTS), H, eps), axis=0)
+        left = tl.where(inside, logits * rms, float("-inf"))
+        best = tl.max(left, axis=0)
+        total = 0.0
+        weight = tl.zeros([EXPERTS], tl.float32)
+        for _ in tl.static_range(TOP_K):
+            top, index = tl.max(left, axis=0, return_indices=True)
+            share = tl.exp(top - best)
+            weight = tl.where(e == index, share, weight)
+            left = tl.where(e == index, float("-inf"), left)
+            total += share
+        weight = weight / total
+        met = tl.maximum(met, (weight > 0).to(tl.int32))
+        # kept where this row's first part was
+        tl.store(partial_ptr + t * WIDE + e, weight, mask=inside)
+        tl.store(weight_ptr + t, tl.sigmoid(gate * rms))
+    tl.debug_barrier()
     slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
     tl.store(expert_ptr + slot, e, mask=met > 0)
     tl.store(count_ptr, 1 + tl.sum(met, axis=0))
-    tl.store(weight_ptr + slot[None, :] * n_rows + t[:, None], weight, mask=(met > 0)[None, :] & row_mask[:, None])
-    tl.store(weight_ptr + t, tl.sigmoid(gate * rms), mask=row_mask)
-
-
-@triton.jit
-def _gate_up_rows(tile, I: tl.constexpr, BN: tl.constexpr):
-    """Gate and up rows in turn."""
-    r = tl.arange(0, BN)
-    return tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I
-
-
-@triton.jit
-def _gated(acc, rms, BN: tl.constexpr, T: tl.constexpr):
-    """SiLU(gate) * up of a [BN, T] tile whose rows take turns: [BN / 2, T]."""
-    gate, up = tl.split(tl.permute(tl.reshape(acc * rms[None, :], [BN // 2, 2, T]), [0, 2, 1]))
-    return gate * tl.sigmoid(gate) * up
+    for t in range(n_rows):
+        weight = tl.load(partial_ptr + t * WIDE + e, mask=inside, other=0.0)
+        tl.store(weight_ptr + slot * n_rows + t, weight, mask=met > 0)
 
 
 @triton.jit
@@ -94,7 +88,7 @@ def _shared_hidden(
 ):  # fmt: skip
     """A tile of the shared expert's hidden row, or a part of its sum."""
     tile, split = pid // SPLITS, pid % SPLITS
-    rows = _gate_up_rows(tile, I, BN)
+    rows = gate_up_rows(tile, I, BN)
     xt = tl.arange(0, T)
     x_mask = xt < n_rows
     span: tl.constexpr = H // SPLITS
@@ -126,16 +120,16 @@ def _shared_hidden(
             for s in tl.static_range(SPLITS):
                 part = where + s * n_rows * (2 * I)
                 acc += tl.load(part, mask=part_mask, other=0.0, cache_modifier=".cg")
-            tl.store(at, _gated(acc, rms, BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
+            tl.store(at, gated(acc * rms[None, :], BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(at, _gated(acc, rms, BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
+        tl.store(at, gated(acc * rms[None, :], BN, T).to(hidden_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _route_kernel(
     x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr,
     count_ptr, partial_ptr, counter_ptr, E, shared_q_ptr, shared_s_ptr, shared_g_ptr, hidden_ptr,
-    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
@@ -165,7 +159,7 @@ def _route_kernel(
         if last_of(counter_ptr, programs):
             _choose(
                 partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
-                H, PARTS, T, ROWS, EXPERTS, TOP_K, SPLITS, wide,
+                H, PARTS, T, EXPERTS, TOP_K, SPLITS, wide,
             )  # fmt: skip
     else:
         _shared_hidden(
@@ -209,7 +203,7 @@ def route(
         h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight,
         out.expert, out.count, workspace.partial, workspace.counters, n_experts, b.q, b.scale, b.extra, hidden,
         H=width, I=b.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
-        ROWS=triton.next_power_of_2(rows), EXPERTS=experts, TOP_K=top_k, SPLITS=splits, BN=c.block_n, BK=128,
+        EXPERTS=experts, TOP_K=top_k, SPLITS=splits, BN=c.block_n, BK=128,
         STAGES=c.stages, UNROLL=c.unroll, SHARED_T=row_tile(rows, shared), SHARED_BN=sc.block_n, SHARED_BK=b.step,
         SHARED_FORMAT=b.format, SHARED_SPLITS=shared_splits, SHARED_DIGITS=reads_digits(shared),
         SHARED_UNROLL=sc.unroll, ASM=inline_asm(h.x), PAIRED=paired, **launch(device, c.warps),
@@ -266,7 +260,7 @@ def _gate_up_kernel(
         if slot < tl.load(count_ptr):
             # int64: expert * stride passes 2**31 for 16-bit experts
             q, s, g = q_ptr + expert * q_stride, s_ptr + expert * s_stride, g_ptr + expert * g_stride
-            rows = _gate_up_rows(tile, I, BN)
+            rows = gate_up_rows(tile, I, BN)
             xt = tl.arange(0, T)
             x_mask = xt < n_rows
             squares = load_squares(squares_ptr, xt, x_mask, n_parts, n_rows, PARTS)
@@ -279,7 +273,7 @@ def _gate_up_kernel(
                     H, H, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, False, 0,
                 )  # fmt: skip
             launch_next_late(PDL)
-            y = _gated(acc, inverse_rms(squares, H, eps), BN, T)
+            y = gated(acc * inverse_rms(squares, H, eps)[None, :], BN, T)
             y = tl.where((share > 0)[None, :], y * share[None, :], 0.0)
             n = tile * (BN // 2) + tl.arange(0, BN // 2)
             column = paired_column(n) if PAIRED else n

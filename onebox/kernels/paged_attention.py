@@ -1,7 +1,8 @@
 """Decode attention over KV pages: head norms, rotary positions and KV write in one launch, then split attention.
 
-A sequence's pages are read once for all its query heads and window rows. They are cut into chunks by the sequence's own
-length alone, and chunks are merged in order: a row's sums do not depend on its neighbours in the batch.
+A sequence's pages are read once for TILE query rows (heads that share keys, times window rows). They are cut into
+chunks by the row's own position alone, tiles have one height, and chunks are merged in order: a row's sums depend
+neither on its neighbours in the batch nor on how many rows its window has.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from onebox.kernels.paged_attention_ref import PAGE_SIZE
 from onebox.kernels.tile import launch_next, paired_column, wait_previous
 
 MAX_CHUNKS = 128
+TILE = 64  # query rows of a program, whatever the window: another height is another order of sums in the tensor cores
 
 
 @triton.jit
@@ -65,68 +67,80 @@ def _pages_a_chunk(n_pages, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _chunk_size(n_pages, size, CHUNKS: tl.constexpr):
+    """`size` where it is what `_pages_a_chunk` gives for [M] numbers of pages, else something else."""
+    enough = size * CHUNKS >= n_pages
+    needed = (size == 1) | ((size // 2) * CHUNKS < n_pages)
+    return tl.where(enough & needed, size, 0)
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr, pages_ptr, page_table_ptr, n_table, positions_ptr, query_start_ptr, kv_start, partial_ptr, scale,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
-    chunk, hkv, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    chunk, b = tl.program_id(0), tl.program_id(2)
+    hkv, tile = tl.program_id(1) % HKV, tl.program_id(1) // HKV
     G: tl.constexpr = HQ // HKV
     wait_previous(PDL)
     first, end = tl.load(query_start_ptr + b).to(tl.int32), tl.load(query_start_ptr + b + 1).to(tl.int32)
-    if first < end:
-        length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
-        n_pages = (length + PAGE - 1) // PAGE
-        size = _pages_a_chunk(n_pages, CHUNKS)
-        if chunk * size < n_pages:
-            m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, PAGE)
-            t = first + m // G
-            head = hkv * G + m % G
-            live = t < end
-            position = tl.load(positions_ptr + t, mask=live, other=-1).to(tl.int32)
-            q = tl.load(q_ptr + (t * HQ + head)[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
-            best = tl.full([M], float("-inf"), tl.float32)
-            total = tl.zeros([M], tl.float32)
-            acc = tl.zeros([M, D], tl.float32)
-            for p in tl.range(chunk * size, tl.minimum((chunk + 1) * size, n_pages), num_stages=STAGES):
-                page = tl.load(page_table_ptr + b * n_table + p).to(tl.int64)
-                entry = p * PAGE + e
-                inside = (entry < length) & (entry >= kv_start)
-                # int64: page * stride passes 2**31 at 256k tokens
-                k_at = pages_ptr + (page * 2 * PAGE * HKV + hkv) * D
-                k = tl.load(k_at + e[None, :] * (HKV * D) + d[:, None], mask=inside[None, :], other=0.0)
-                v_at = k_at + PAGE * HKV * D
-                v = tl.load(v_at + e[:, None] * (HKV * D) + d[None, :], mask=inside[:, None], other=0.0)
-                s = tl.dot(q, k.to(q.dtype)) * scale
-                s = tl.where(inside[None, :] & (entry[None, :] <= position[:, None]), s, float("-inf"))
-                top = tl.maximum(best, tl.max(s, axis=1))
-                safe = tl.where(top == float("-inf"), 0.0, top)  # a row that may not see anything yet
-                w = tl.exp2(s - safe[:, None])
-                keep = tl.exp2(best - safe)
-                total = total * keep + tl.sum(w, axis=1)
-                acc = tl.dot(w.to(q.dtype), v.to(q.dtype), acc * keep[:, None])
-                best = top
-            at = ((t * HQ + head) * CHUNKS + chunk) * (D + 2)
-            tl.store(partial_ptr + at[:, None] + d[None, :], acc, mask=live[:, None])
-            tl.store(partial_ptr + at + D, best, mask=live)
-            tl.store(partial_ptr + at + D + 1, total, mask=live)
+    m, d, e = tl.arange(0, M), tl.arange(0, D), tl.arange(0, PAGE)
+    t = first + (tile * M + m) // G
+    head = hkv * G + (tile * M + m) % G
+    inside_window = t < end
+    position = tl.load(positions_ptr + t, mask=inside_window, other=-1).to(tl.int32)
+    most = tl.max(position, axis=0)
+    if most >= 0:
+        least = tl.min(tl.where(inside_window, position, 2147483647), axis=0)
+        size = _pages_a_chunk(least // PAGE + 1, CHUNKS)
+        largest = _pages_a_chunk(most // PAGE + 1, CHUNKS)
+        while size <= largest:  # once, but for a window that reaches over the length where chunks double
+            live = inside_window & (_chunk_size(position // PAGE + 1, size, CHUNKS) == size)
+            length = tl.max(tl.where(live, position, -1), axis=0) + 1
+            n_pages = (length + PAGE - 1) // PAGE
+            if chunk * size < n_pages:
+                q = tl.load(q_ptr + (t * HQ + head)[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
+                best = tl.full([M], float("-inf"), tl.float32)
+                total = tl.zeros([M], tl.float32)
+                acc = tl.zeros([M, D], tl.float32)
+                for p in tl.range(chunk * size, tl.minimum((chunk + 1) * size, n_pages), num_stages=STAGES):
+                    page = tl.load(page_table_ptr + b * n_table + p).to(tl.int64)
+                    entry = p * PAGE + e
+                    inside = (entry < length) & (entry >= kv_start)
+                    # int64: page * stride passes 2**31 at 256k tokens
+                    k_at = pages_ptr + (page * 2 * PAGE * HKV + hkv) * D
+                    k = tl.load(k_at + e[None, :] * (HKV * D) + d[:, None], mask=inside[None, :], other=0.0)
+                    v_at = k_at + PAGE * HKV * D
+                    v = tl.load(v_at + e[:, None] * (HKV * D) + d[None, :], mask=inside[:, None], other=0.0)
+                    s = tl.dot(q, k.to(q.dtype)) * scale
+                    s = tl.where(inside[None, :] & (entry[None, :] <= position[:, None]), s, float("-inf"))
+                    top = tl.maximum(best, tl.max(s, axis=1))
+                    safe = tl.where(top == float("-inf"), 0.0, top)  # a row that may not see anything yet
+                    w = tl.exp2(s - safe[:, None])
+                    keep = tl.exp2(best - safe)
+                    total = total * keep + tl.sum(w, axis=1)
+                    acc = tl.dot(w.to(q.dtype), v.to(q.dtype), acc * keep[:, None])
+                    best = top
+                at = ((t * HQ + head) * CHUNKS + chunk) * (D + 2)
+                tl.store(partial_ptr + at[:, None] + d[None, :], acc, mask=live[:, None])
+                tl.store(partial_ptr + at + D, best, mask=live)
+                tl.store(partial_ptr + at + D + 1, total, mask=live)
+            size *= 2
 
 
 @triton.jit
 def _merge_kernel(
-    partial_ptr, qkv_ptr, qkv_stride, out_ptr, positions_ptr, query_start_ptr, n_sequences,
+    partial_ptr, qkv_ptr, qkv_stride, out_ptr, positions_ptr,
     HQ: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     t, head = tl.program_id(0), tl.program_id(1)
-    d, c, sequence = tl.arange(0, D), tl.arange(0, BLOCK), tl.arange(0, SEQUENCES)
+    d, c = tl.arange(0, D), tl.arange(0, BLOCK)
     wait_previous(PDL)
-    ends = tl.load(query_start_ptr + 1 + sequence, mask=sequence < n_sequences, other=2**30).to(tl.int32)
-    end = tl.min(tl.where(ends > t, ends, 2**30), axis=0)
-    length = tl.load(positions_ptr + end - 1).to(tl.int32) + 1
-    n_pages = (length + PAGE - 1) // PAGE
+    n_pages = tl.load(positions_ptr + t).to(tl.int32) // PAGE + 1
     size = _pages_a_chunk(n_pages, CHUNKS)
     n_chunks = (n_pages + size - 1) // size
     row = partial_ptr + (t * HQ + head) * CHUNKS * (D + 2)
@@ -192,15 +206,14 @@ def gated_attention(
     chunks = triton.next_power_of_2(chunks)
     needed = rows * n_heads * chunks * (d + 2)
     assert needed <= workspace.partial.numel(), f"workspace holds {workspace.partial.numel()} of {needed} floats"
-    tile = max(16, triton.next_power_of_2(max_query * (n_heads // n_kv)))
-    _attend_kernel[(chunks, n_kv, batch)](
+    tiles = triton.cdiv(max_query * (n_heads // n_kv), TILE)
+    _attend_kernel[(chunks, n_kv * tiles, batch)](
         q, pages, page_table, page_table.shape[1], positions, query_start, kv_start, workspace.partial,
         d**-0.5 * 1.4426950408889634,
-        HQ=n_heads, HKV=n_kv, D=d, M=tile, PAGE=PAGE_SIZE, CHUNKS=chunks, STAGES=c.stages, **launch(device, c.warps),
+        HQ=n_heads, HKV=n_kv, D=d, M=TILE, PAGE=PAGE_SIZE, CHUNKS=chunks, STAGES=c.stages, **launch(device, c.warps),
     )  # fmt: skip
     _merge_kernel[(rows, n_heads)](
-        workspace.partial, qkv, qkv.stride(0), out, positions, query_start, batch,
-        HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16),
-        SEQUENCES=triton.next_power_of_2(batch), PAIRED=paired, **launch(device, 4),
+        workspace.partial, qkv, qkv.stride(0), out, positions,
+        HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16), PAIRED=paired, **launch(device, 4),
     )  # fmt: skip
     return out

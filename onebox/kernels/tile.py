@@ -383,6 +383,20 @@ def paired_column(n):
 
 
 @triton.jit
+def gate_up_rows(tile, I: tl.constexpr, BN: tl.constexpr):
+    """Rows of a tile of BN from I gate rows and then I up rows: gate and up in turn."""
+    r = tl.arange(0, BN)
+    return tl.minimum(tile * (BN // 2) + r // 2, I - 1) + (r % 2) * I
+
+
+@triton.jit
+def gated(acc, BN: tl.constexpr, T: tl.constexpr):
+    """SiLU(gate) * up of a [BN, T] tile whose rows take turns: [BN / 2, T]."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, [BN // 2, 2, T]), [0, 2, 1]))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def prefetch_rows(q_ptr, rows, K: tl.constexpr, FORMAT: tl.constexpr, PREFETCH: tl.constexpr):
     """Ask L2 for the first 256 bytes of weight rows: worth it while the previous kernel still runs."""
     if PREFETCH:

@@ -16,7 +16,6 @@ from torch import Tensor
 from onebox.kernels import gated_delta, head, linear, moe, paged_attention
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights
-from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.linear_ref import Residual
 from onebox.kernels.weights import Weight, cat, dequantize, rows, same_format
 from onebox.model.attention import AttentionWeights
@@ -49,13 +48,6 @@ class DecodeLayer:
     down: Weight
     shared_gate_up: Weight
     shared_down: Weight
-
-
-def readable(w: Weight) -> bool:
-    """Whether the kernels read this weight as it is."""
-    if isinstance(w, Int4Weight):
-        return w.zero is None and w.scale.element_size() == 2
-    return w.block == (128, 128) if isinstance(w, Fp8Weight) else True
 
 
 def pack(block: BlockWeights) -> DecodeLayer | None:
@@ -96,7 +88,7 @@ def pack(block: BlockWeights) -> DecodeLayer | None:
         shared_down=mlp.shared.down,
     )
     weights = (layer.project, layer.out, layer.gate_up, layer.down, layer.shared_gate_up, layer.shared_down)
-    if not all(readable(w) for w in weights):
+    if not all(linear.readable(w) for w in weights):
         return None
     if window is not None and window.norm.shape[0] != linear.Operand.of(layer.out).step:
         return None  # `out` divides by a head's rms once a group of columns
@@ -223,9 +215,9 @@ class Fused:
     def of(cls, model: Qwen35, layers: Sequence[DecodeLayer | None], drafter: DecodeLayer | None) -> Fused | None:
         """None where a layer, the head or the widths are not for the kernels."""
         packed = tuple(layer for layer in layers if layer is not None)
-        if len(packed) < len(layers) or not fits(model.spec, model.dtype) or not readable(model.head):
+        if len(packed) < len(layers) or not fits(model.spec, model.dtype) or not linear.readable(model.head):
             return None
-        if model.mtp is not None and not readable(model.mtp.fc):
+        if model.mtp is not None and not linear.readable(model.mtp.fc):
             drafter = None
         space = linear.Workspace.allocate(workspace_bytes(model.spec), model.device)
         return cls(model, packed, drafter, space)
@@ -268,6 +260,9 @@ class Fused:
 
 
 def window_of(batch: Batch) -> Window:
+    arrays = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    strided = [name for name, t in arrays.items() if isinstance(t, Tensor) and not t.is_contiguous()]
+    assert not strided, f"kernels take index arrays as contiguous: {strided}"
     names = (f.name for f in fields(Window))
     return Window(**{name: getattr(batch, name) for name in names})
 
@@ -276,7 +271,11 @@ def parts(batch: Batch) -> list[tuple[Batch, slice]]:
     """The batch in parts of whole sequences and at most MAX_ROWS rows, and where their rows are."""
     if batch.tokens.shape[0] <= MAX_ROWS:
         return [(batch, slice(None))]
-    starts = batch.query_start.tolist()
+    n, n_sequences = batch.tokens.shape[0], batch.state_slot.shape[0]
+    if n == n_sequences * batch.max_query:  # as in a captured step, which cannot ask the device
+        starts = list(range(0, n + 1, batch.max_query))
+    else:
+        starts = batch.query_start.tolist()
     cuts = [0]
     for b in range(1, len(starts)):
         if starts[b] - starts[cuts[-1]] > MAX_ROWS:

@@ -93,6 +93,7 @@ def _window(
     taken = batch.commit[:, None] + torch.arange(history, device=mixed.device)
     before = state.conv[slot[:, None], taken]
     q, k, v = _split(causal_conv_ref(inputs, before, w.conv), spec)
+    k, v = k.to(state.k.dtype).float(), v.to(state.v.dtype).float()  # as the next window will read them
     g, beta = torch.where(valid[..., None], g[rows], 0.0), torch.where(valid[..., None], beta[rows], 0.0)
     pending = (state.k[slot], state.v[slot], state.g[slot], state.beta[slot])
     out, state.s[slot] = delta_rule_window_ref(q, k, v, g, beta, state.s[slot], pending, batch.commit)

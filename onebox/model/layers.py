@@ -13,21 +13,36 @@ from onebox.kernels.weights import Weight, dequantize
 from onebox.spec import Spec
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether the Triton kernels take these rows: 16-bit, on a GPU."""
+    return x.is_cuda and x.element_size() == 2
+
+
 def linear(x: Tensor, w: Weight) -> Tensor:
-    """x [..., K] times w [N, K] transposed, in x's dtype. A packed weight is unpacked for the call."""
+    """x [..., K] times w [N, K] transposed, in x's dtype. Without kernels a packed weight is unpacked for the call."""
+    if on_gpu(x):
+        from onebox.kernels.gemm import matmul  # triton, which a CPU run never imports
+
+        return matmul(x, w)
     return F.linear(x, w if isinstance(w, Tensor) else dequantize(w, x.dtype))
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """Over the last dimension, kept. In fp64 on a GPU, where the order of a sum depends on how many rows there are."""
+    wide = x.double() if x.is_cuda else x
+    return wide.square().mean(-1, keepdim=True).float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight). For the residual stream, q and k."""
     y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1.0 + weight.float())).to(x.dtype)
+    return (y * torch.rsqrt(mean_square(y) + eps) * (1.0 + weight.float())).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Plain RMSNorm over the last dimension times SiLU(gate): the gated delta net's output norm."""
     y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    y = y * torch.rsqrt(mean_square(y) + eps) * weight.float()
     return (y * F.silu(gate.float())).to(gate.dtype)
 
 

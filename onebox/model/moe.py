@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onebox.kernels.moe_ref import experts_ref, route_ref
 from onebox.kernels.weights import Weight, dequantize, pick
-from onebox.model.layers import MlpWeights, linear, mlp
+from onebox.model.layers import MlpWeights, linear, mlp, on_gpu
 from onebox.spec import Spec
 
 UNPACKED_EXPERTS = 32  # at once
@@ -29,11 +29,23 @@ class MoeWeights:
 def moe(x: Tensor, w: MoeWeights, spec: Spec) -> Tensor:
     """x [T, H] -> [T, H]."""
     weights, experts = route_ref(linear(x, w.router), spec.top_k)
-    if isinstance(w.gate_up, Tensor) and isinstance(w.down, Tensor):
+    if on_gpu(x) and (routed_on_gpu := _kernels(x, w, weights, experts)) is not None:
+        routed = routed_on_gpu
+    elif isinstance(w.gate_up, Tensor) and isinstance(w.down, Tensor):
         routed = experts_ref(x, w.gate_up, w.down, weights, experts)
     else:
         routed = _packed_experts(x, w, weights, experts)
     return routed + linear(x, w.shared_gate).sigmoid() * mlp(x, w.shared)
+
+
+def _kernels(x: Tensor, w: MoeWeights, weights: Tensor, experts: Tensor) -> Tensor | None:
+    """The chosen experts through the prefill kernels; None where these cannot read them."""
+    from onebox.kernels.gemm import experts_matmul  # triton, which a CPU run never imports
+    from onebox.kernels.linear import readable
+
+    if not (readable(w.gate_up) and readable(w.down)):
+        return None
+    return experts_matmul(x, w.gate_up, w.down, weights, experts)
 
 
 def _packed_experts(x: Tensor, w: MoeWeights, weights: Tensor, experts: Tensor) -> Tensor:
