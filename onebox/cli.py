@@ -17,6 +17,7 @@ from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
     from onebox.engine.process import EngineClient
+    from onebox.prompt import Scorer
 
 app = typer.Typer(
     name="onebox",
@@ -126,6 +127,30 @@ def resolve_model(model: str | None, flag: str | None) -> str:
     if model and flag and model != flag:
         raise ConfigError(f"two models given, {model!r} and --model {flag!r}; give one.")
     return model or flag or bundled_model()
+
+
+def bundled_scorer() -> Scorer:
+    """The bundled model as a scorer of prompts: no download, no second model."""
+    from functools import partial
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+    from onebox.model.load import load_model
+    from onebox.model.logprobs import prompt_logprobs
+    from onebox.prompt import EngineScorer
+
+    folder = Path(resolve_model(None, None))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # special tokens in a prompt are text
+
+    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    score = partial(prompt_logprobs, load_model(folder, mtp=False).model)
+    first = tokenizer.token_to_id("<|endoftext|>")
+    return EngineScorer(score, encode, first=first, window=1024, name="the bundled model")
 
 
 Model = Annotated[str | None, typer.Argument(help="Checkpoint folder. Left out: the bundled test model.")]
@@ -465,7 +490,7 @@ def compress(
         str | None, typer.Option(help="Keep what helps to answer this; not added to the output.")
     ] = None,
     method: Annotated[str, typer.Option(help="auto, llmlingua, longllmlingua or llmlingua2.")] = "auto",
-    model: Annotated[str | None, typer.Option(help="Scorer of the methods other than auto: folder or id.")] = None,
+    model: Annotated[str | None, typer.Option(help="Scorer: folder or id. Left out: the bundled model.")] = None,
     html: Annotated[str | None, typer.Option(help="Write a heat map of what stayed and why.")] = None,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="One JSON object a line with a field 'prompt'.")] = False,
 ) -> None:
@@ -474,15 +499,26 @@ def compress(
 
     if rate is None and target_tokens is None:
         rate = 0.5
-    compressor = command.build_compressor(method, model)
+    compressor = command.build_compressor(method, model, bundled_scorer)
     options = {"rate": rate, "target_tokens": target_tokens, "question": question}
     text = read_text(file)
     if jsonl:
-        for line in command.compress_lines(text.splitlines(), compressor, **options):
-            typer.echo(line)
+        if html:
+            raise ConfigError("--html draws one prompt; leave out --jsonl.")
+        rows = [line for line in text.splitlines() if line.strip()]
+        with command.progress_bar("prompts", len(rows)) as advance:
+            for done, line in enumerate(command.compress_lines(rows, compressor, **options), 1):
+                sys.stdout.write(line + "\n")
+                sys.stdout.flush()
+                advance(done, len(rows))
+        say(f"{len(rows)} prompts by {compressor.method} ({compressor.scorer.name})")
         return
-    result, summary = command.compress_text(text, compressor, **options)
+    with command.progress_bar("characters", len(text), from_=100_000) as advance:
+        result, summary = command.compress_text(text, compressor, progress=advance, **options)
     sys.stdout.write(result.text)
+    if sys.stdout.isatty() and result.text and not result.text.endswith("\n"):
+        sys.stdout.write("\n")
+    sys.stdout.flush()
     if html:
         command.write_html(result, html)
     say(summary)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ from onebox.prompt.llmlingua2 import ClassifierScorer
 from onebox.prompt.scoring import Scorer
 
 
-def build_compressor(method: str, model: str | None) -> Compressor:
-    """The compressor a command line asks for; `model` is a local folder or an id for the methods that need one."""
+def build_compressor(method: str, model: str | None, bundled: Callable[[], Scorer] | None = None) -> Compressor:
+    """The compressor a command line asks for. `model`: a folder or an id for the methods that need one; left out, the
+    causal methods take `bundled`, which costs nothing until it is called."""
     scorer: Scorer | None = None
     if model:
         scorer = (
             ClassifierScorer.from_pretrained(model) if method == "llmlingua2" else CausalScorer.from_pretrained(model)
         )
+    elif method in ("llmlingua", "longllmlingua") and bundled is not None:
+        scorer = bundled()
     elif method in ("llmlingua", "longllmlingua", "llmlingua2"):
         raise PromptError(f"--method {method}: needs --model, a folder or id; --method auto needs none")
     return Compressor(method, scorer=scorer)  # type: ignore[arg-type]  # Compressor refuses unknown names
@@ -35,7 +40,11 @@ def compress_text(text: str, compressor: Compressor, **options: Any) -> tuple[Co
         if options.get("question")
         else f"{compressor.method} ({scorer})"
     )
-    return result, f"{result.original_tokens} -> {result.tokens} tokens ({result.ratio:.0%}), {result.status}, by {how}"
+    floor = f" (protected spans alone take {result.floor_tokens})" if result.status == "protected" else ""
+    return (
+        result,
+        f"{result.original_tokens} -> {result.tokens} tokens ({result.ratio:.0%}), {result.status}{floor}, by {how}",
+    )
 
 
 def compress_lines(lines: Iterable[str], compressor: Compressor, **options: Any) -> Iterator[str]:
@@ -62,3 +71,18 @@ def write_html(result: CompressedPrompt, path: str) -> None:
         raise PromptError(
             f"--html {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
         ) from error
+
+
+@contextmanager
+def progress_bar(what: str, total: int, *, from_: int = 2) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where that is a terminal and the work is long; gives what to tell (done, in all)."""
+    if total < from_ or not sys.stderr.isatty():
+        yield lambda done, in_all: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done, in_all: bar.update(task, completed=done, total=in_all)

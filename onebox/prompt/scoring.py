@@ -103,7 +103,8 @@ def _stem(word: str) -> str:
 
 
 class StatisticScorer:
-    """Self-information of words from their counts in the texts scored together; needs no model."""
+    """Needs no model: self-information of words from their counts in the texts scored together; more for names and
+    numbers, less for what a text said before, more for how a text begins (what it is about stands there)."""
 
     name = "statistics"
 
@@ -111,17 +112,22 @@ class StatisticScorer:
         counts: Counter[str] = Counter(word.lower() for text in texts for word in _WORD.findall(text))
         total = sum(counts.values()) + 1
         out = []
-        for text in texts:
+        for index, text in enumerate(texts):
             starts, ends, scores = [], [], []
+            begins = prefixes is None or not prefixes[index]
+            seen: set[str] = set()
             for match in _WORD.finditer(text):
                 body = match.group()
-                score = (
-                    0.25
-                    if body.lower() in _STOP
-                    else math.log(total / counts[body.lower()]) / math.log(total + 1) + 0.3
-                )
-                if body[0].isupper() or body[0].isdigit():
-                    score += 0.5
+                word = body.lower()
+                if word in _STOP:
+                    score = 0.25
+                else:
+                    score = math.log(total / counts[word]) / math.log(total + 1) + 0.3
+                    score += 0.7 if body[0].isupper() or body[0].isdigit() else 0.0
+                    score *= 0.4 if word in seen else 1.0
+                    seen.add(word)
+                if begins:
+                    score += 1.5 * math.exp(-match.start() / 150)
                 starts.append(match.start())
                 ends.append(match.end())
                 scores.append(score)
