@@ -53,9 +53,7 @@ def test_02_forty_tokens_are_compressed(seed: int) -> None:
     assert result.status == "compressed" and 0.4 <= result.ratio <= 0.5
 
 
-@pytest.mark.parametrize(
-    ("sentences", "target"), [(20, 300), (80, 300), (800, 300), (5, 100), (300, 3000)]
-)
+@pytest.mark.parametrize(("sentences", "target"), [(20, 300), (80, 300), (800, 300), (5, 100), (300, 3000)])
 @pytest.mark.parametrize("tokenizer", [None, words, len])
 def test_03_targets_are_met_from_below_within_five_percent(
     sentences: int, target: int, tokenizer: Callable[[str], int] | None
