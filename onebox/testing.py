@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from onebox.engine.process import EngineInfo, EngineStats
+from onebox.engine.process import MAX_JOINED, EngineInfo, EngineStats
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
 from onebox.request import FinishReason, Output, Request, TokenLogprob
 
@@ -102,9 +102,10 @@ class FakeEngine:
         script, params, given, drafted = list(self.script(request)), request.params, 0, 0
         begun_s, steps_done = time.perf_counter(), 0
         while True:
-            await asyncio.sleep(self.step_s)
+            behind = self.paced and (time.perf_counter() - begun_s) / self.step_s > steps_done + 1
+            await asyncio.sleep(0 if behind else self.step_s)
             due = int((time.perf_counter() - begun_s) / self.step_s) - steps_done if self.paced and self.step_s else 1
-            steps = max(1, due)
+            steps = max(1, min(due, MAX_JOINED // self.tokens_per_step))
             steps_done += steps
             end = min(given + steps * self.tokens_per_step, params.max_tokens)
             tokens = tuple(script[given:end])

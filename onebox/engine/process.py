@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onebox.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
+MAX_JOINED = 128  # tokens of one Output that were joined from several
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,11 @@ class ThreadEngine:
         try:
             while not ended:
                 item = await outputs.get()
-                # a reader slower than the engine gets what has waited at once, and so keeps up
+                # a reader slower than the engine gets what has waited at once, in turn with others, and so keeps up
                 while isinstance(item, Output) and item.finish_reason is None and not outputs.empty():
+                    if len(item.tokens) >= MAX_JOINED:
+                        await asyncio.sleep(0)
+                        break
                     later = outputs.get_nowait()
                     if isinstance(later, Output):
                         item = joined(item, later)
