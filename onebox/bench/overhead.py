@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ async def load(port: int, args: argparse.Namespace) -> dict[str, Any]:
         "tok_s": round(tokens / wall_s),
         "events_s": round(events / wall_s),
         "slowest_stream_tok_s": round(min(d[0] / d[2] for d in done)),
+        "load_average": round(os.getloadavg()[0], 1),  # of the machine, others included
         "gap_ms": {p: round(gaps_ms[min(int(len(gaps_ms) * q), len(gaps_ms) - 1)], 1) for p, q in QUANTILES},
     }
 
