@@ -68,21 +68,33 @@ def json_list(values: Sequence[str]) -> list[str]:
     return list(values)
 
 
-def draft_len(text: str | None) -> int | None:
-    """Draft length of a --speculative-config; None when it is left out. Raises ConfigError for another drafter."""
+def speculation(text: str | None, adaptive: bool = False) -> dict[str, Any]:
+    """EngineConfig's fields of a --speculative-config. Raises ConfigError for another drafter."""
     if not text:
-        return None
+        return {"adaptive_drafts": adaptive}
     config = json_object(text, "--speculative-config")
     method, n = config.get("method", "mtp"), config.get("num_speculative_tokens", 2)
-    if method not in MTP_METHODS:
-        raise ConfigError(f"--speculative-config: method {method!r} is not served; known: {', '.join(MTP_METHODS)}.")
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise ConfigError(f"--speculative-config: num_speculative_tokens must be a whole number, got {n!r}.")
+    if method not in (*MTP_METHODS, "ngram"):
+        known = ", ".join((*MTP_METHODS, "ngram"))
+        raise ConfigError(f"--speculative-config: method {method!r} is not served; known: {known}.")
+    lookup = {"prompt_lookup_max": "lookup_max", "prompt_lookup_min": "lookup_min"}
+    known_fields = {"method", "num_speculative_tokens", "model", "draft_tensor_parallel_size", "adaptive", *lookup}
+    if unknown := set(config) - known_fields:
+        raise ConfigError(f"--speculative-config: unknown field {', '.join(sorted(unknown))}.")
+    for name in ("num_speculative_tokens", *lookup):
+        value = config.get(name, 2)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"--speculative-config: {name} must be a whole number, got {value!r}.")
     if not 0 <= n <= MAX_DRAFT_LEN:
         raise ConfigError(f"--speculative-config: num_speculative_tokens must be 0 to {MAX_DRAFT_LEN}, got {n}.")
-    if unknown := set(config) - {"method", "num_speculative_tokens", "model", "draft_tensor_parallel_size"}:
-        raise ConfigError(f"--speculative-config: unknown field {', '.join(sorted(unknown))}.")
-    return n
+    if not isinstance(config.get("adaptive", False), bool):
+        raise ConfigError(f"--speculative-config: adaptive must be true or false, got {config['adaptive']!r}.")
+    found: dict[str, Any] = {"draft_len": n, "adaptive_drafts": adaptive or config.get("adaptive", False)}
+    if method == "ngram":
+        longest = config.get("prompt_lookup_max", max(config.get("prompt_lookup_min", 2), 4))
+        found |= {"draft_method": "ngram", "lookup_max": longest}
+        found["lookup_min"] = config.get("prompt_lookup_min", min(2, longest))
+    return found
 
 
 def length(text: str | None) -> int | None:
@@ -184,6 +196,9 @@ def serve(
     memory_floor_gb: Floor = None,
     snapshot_host_gb: SnapshotHostGb = 0.0,
     speculative_config: Speculative = None,
+    adaptive_drafts: Annotated[
+        bool, typer.Option("--adaptive-drafts", help="Draft less where it does not pay.")
+    ] = False,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto.")] = "auto",
@@ -280,7 +295,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
-            draft_len=draft_len(speculative_config),
+            **speculation(speculative_config, adaptive_drafts),
             kv_gb=kv_gb,
             gpu_memory_utilization=gpu_memory_utilization,
             memory_floor_gb=memory_floor_gb,
@@ -328,7 +343,7 @@ def plan(
         max_model_len=length(max_model_len),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        draft_len=draft_len(speculative_config),
+        **speculation(speculative_config),
         kv_gb=kv_gb,
         gpu_memory_utilization=gpu_memory_utilization,
         memory_floor_gb=memory_floor_gb,
@@ -470,7 +485,7 @@ def chat(
             model=resolve_model(model, None),
             device=device,
             max_model_len=length(max_model_len),
-            draft_len=draft_len(speculative_config),
+            **speculation(speculative_config),
         ),
         port=0,
         drain_s=1,

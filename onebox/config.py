@@ -16,6 +16,7 @@ from onebox.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_DRAFT_LEN = 4
+DRAFT_METHODS = ("mtp", "ngram")
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,12 @@ class EngineConfig:
 
     `gpu_memory_utilization` is the share of the device's memory that everything here may use, as in vLLM;
     `memory_floor_gb` is left free of what is available (None: 8 on unified memory, up to 8 on a CPU, 1 beside it).
-    `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `fused` runs decode windows through
-    the Triton kernels, where they can read the weights, and `cuda_graphs` as one captured graph a step: None means on
-    CUDA, in 16 bits. Raises ConfigError naming the value out of range.
+    `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `draft_method` "ngram" drafts what
+    followed the newest `lookup_min` to `lookup_max` tokens where they stood before. `adaptive_drafts` lets each request
+    draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost.
+    `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
+    captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits. Raises ConfigError naming the
+    value out of range.
     """
 
     model: str
@@ -37,6 +41,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_waiting: int = 256
     draft_len: int | None = None
+    draft_method: str = "mtp"
+    lookup_max: int = 4
+    lookup_min: int = 2
+    adaptive_drafts: bool = False
     kv_gb: float | None = None
     gpu_memory_utilization: float | None = None
     memory_floor_gb: float | None = None
@@ -64,6 +72,9 @@ class EngineConfig:
             "draft_len",
             f"between 0 and {MAX_DRAFT_LEN} (num_speculative_tokens)",
         )
+        check(self.draft_method in DRAFT_METHODS, "draft_method", "one of " + ", ".join(DRAFT_METHODS))
+        check(self.lookup_min >= 1, "lookup_min", "at least 1 (prompt_lookup_min)")
+        check(self.lookup_min <= self.lookup_max <= 64, "lookup_max", "prompt_lookup_min to 64 (prompt_lookup_max)")
         check(self.kv_gb is None or 0 < self.kv_gb < math.inf, "kv_gb", "above 0 and finite")
         share = self.gpu_memory_utilization
         check(share is None or 0 < share <= 1, "gpu_memory_utilization", "above 0 and at most 1")
@@ -85,7 +96,12 @@ class EngineConfig:
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         fast = device.startswith("cuda") and dtype != "float32"
         fused = fast if self.fused is None else self.fused
-        graphs = fast and fused if self.cuda_graphs is None else self.cuda_graphs
+        in_graph = self.draft_method == "mtp" and not self.adaptive_drafts
+        if self.cuda_graphs and not in_graph:
+            raise ConfigError(
+                "cuda_graphs run MTP drafts of one length; leave out ngram and adaptive drafts, or graphs."
+            )
+        graphs = fast and fused and in_graph if self.cuda_graphs is None else self.cuda_graphs
         return replace(self, device=device, dtype=dtype, fused=fused, cuda_graphs=graphs)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from onebox.bench.reuse import first_token_times
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
 from onebox.request import Output, Request, SamplingParams
@@ -139,3 +140,81 @@ def test_the_bundled_model_hits_and_says_the_same() -> None:
     first, again = (ask(engine, [text(300)], 20)[0] for _ in range(2))
     assert again[0] == first[0] == cold(tiny, text(300), 20)
     assert again[1].cached_tokens == 299
+
+
+def test_twenty_chats_share_a_900_token_system_prompt_from_the_second_on(twin: str) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2))
+    system, cached = text(900), []
+    for i in range(20):
+        prompt = system + text(40, seed=1 + i)
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        engine.add(Request(str(i), prompt, params, snapshot_at=(900,)))
+        said: list[int] = []
+        while engine.has_work:
+            for output in engine.step():
+                said += output.tokens
+                if output.finish_reason:
+                    cached.append(output.cached_tokens)
+        if i in (0, 1, 19):
+            assert said == cold(twin, prompt, 8)
+    assert cached == [0] + [900] * 19
+
+
+def test_prompts_diverging_at_777_share_the_snapshot_below_it_and_the_third_hits_at_777(twin: str) -> None:
+    engine = Engine(EngineConfig(model=twin, draft_len=2, snapshot_every=500))
+    prompts = [(*text(777), 290 + i, *text(120, seed=i)) for i in (1, 2, 3)]
+    results = [ask(engine, [p])[0] for p in prompts]
+    assert [tokens for tokens, _ in results] == [cold(twin, p) for p in prompts]
+    assert [last.cached_tokens for _, last in results] == [0, 500, 777]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "k"),
+    [(512, 0), (512, 3), (16, 3), *(pytest.param(n, k, marks=pytest.mark.slow) for n in (1, 16) for k in (0, 1, 2, 4))],
+)
+def test_prompts_around_page_edges_say_the_same_in_any_chunks_cold_and_warm_with_seven_others(
+    twin: str, chunk: int, k: int
+) -> None:
+    prompts = [text(n, seed=n) for n in (63, 64, 65, 127, 128, 129, 191, 193)]
+    engine = Engine(EngineConfig(model=twin, draft_len=k, max_num_seqs=8, max_num_batched_tokens=chunk))
+    want = [cold(twin, p) for p in prompts]
+    first, again = (ask(engine, prompts) for _ in range(2))
+    assert [tokens for tokens, _ in first] == want
+    assert [tokens for tokens, _ in again] == want
+    assert [last.cached_tokens for _, last in again] == [0, 0] + [len(p) - 1 for p in prompts[2:]]
+
+
+@pytest.mark.slow
+def test_a_30_turn_chat_to_6000_tokens_with_aborts_hits_95_percent_on_the_bundled_model() -> None:
+    tiny = str(Path(__file__).parent.parent / "onebox" / "models" / "tiny")
+    engine, rng = Engine(EngineConfig(model=tiny, draft_len=2)), random.Random(4)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    history: tuple[int, ...] = tuple(rng.randrange(3, 8000) for _ in range(100))
+    before, reusable, hits = 0, 0, 0
+    for turn in range(30):
+        history += tuple(rng.randrange(3, 8000) for _ in range(180))
+        engine.add(Request(str(turn), history, params, snapshot_at=(len(history),)))
+        said, cached, steps = list[int](), 0, 0
+        while engine.has_work:
+            for output in engine.step():
+                said, cached = [*said, *output.tokens], output.cached_tokens
+            steps += 1
+            if turn % 3 == 2 and len(said) >= 8:
+                engine.cancel(str(turn))
+        if turn:
+            reusable, hits = reusable + min(before, len(history) - 1), hits + cached
+        history += tuple(said)
+        before = len(history) - 1  # the last token was never fed
+    assert len(history) > 6000
+    assert hits >= 0.95 * reusable, f"{hits} of {reusable}"
+    whole = Engine(EngineConfig(model=tiny, draft_len=0, prefix_caching=False))
+    warm, plain = (ask(e, [history], 12)[0][0] for e in (engine, whole))
+    assert warm == plain
+
+
+@pytest.mark.slow
+def test_a_repeated_prompt_of_4000_tokens_has_its_first_token_in_a_tenth_of_the_time() -> None:
+    tiny = str(Path(__file__).parent.parent / "onebox" / "models" / "tiny")
+    cold_s, warm_s, same = first_token_times(Engine(EngineConfig(model=tiny, draft_len=2)), 4000, repeats=2)
+    assert same
+    assert warm_s < 0.1 * cold_s, f"{warm_s:.3f} s against {cold_s:.3f} s"

@@ -1,8 +1,12 @@
+from __future__ import annotations
+
 import pytest
 import torch
 
 from onebox.engine.sampler import SamplingRows, gumbel_noise, penalize, sample, token_logprobs, truncate
-from onebox.request import SamplingParams
+from onebox.engine.sequence import Sequence
+from onebox.engine.speculate import accept, choose
+from onebox.request import Request, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -90,3 +94,56 @@ def test_logprobs_are_natural_logs_best_first() -> None:
     want = torch.tensor([0.0, 1.0, 2.0]).log_softmax(-1)
     assert entry.logprob == pytest.approx(float(want[0]))
     assert [t for t, _ in entry.top] == [2, 1]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (1.0, 0.9), (0.6, 0.9)])
+def test_verified_tokens_follow_the_target_with_three_drafts(temperature: float, top_p: float) -> None:
+    """A Markov chain of six tokens is the target, another one the drafter; every token that stands is a draw."""
+    torch.manual_seed(3)
+    vocab, n, k = 6, 55_000, 3
+    target = torch.randn(vocab, vocab) * 1.2
+    drafter = target + torch.randn(vocab, vocab) * 0.8
+    params = SamplingParams(max_tokens=9, temperature=temperature, top_p=top_p)
+    sequences = [
+        Sequence(
+            request=Request(str(i), (i % vocab,), params),
+            arrival=i,
+            seed=7_000_000 + i,
+            draft_len=k,
+            stop_ids=frozenset(),
+            max_len=10,
+        )
+        for i in range(n)
+    ]
+    seeds = [s.seed for s in sequences]
+    last = torch.tensor([s.tokens[-1] for s in sequences])
+    drafted = [last]
+    for i in range(k):
+        drafted.append(sample(drafter[drafted[-1]], SamplingRows.of([params] * n, seeds, [1 + i] * n, CPU)))
+    rows = torch.stack(drafted, dim=1)  # [n, 1 + k]: what each row of a window reads
+    drafts = rows[:, 1:].tolist()
+    targets = choose(
+        target[rows.flatten()], [(s, d[:i]) for s, d in zip(sequences, drafts, strict=True) for i in range(1 + k)]
+    )
+    seen = torch.zeros(vocab, vocab, dtype=torch.float64)
+    kept = 0
+    for i, d in enumerate(drafts):
+        stand = accept(d, targets[i * (1 + k) : (i + 1) * (1 + k)])
+        kept += len(stand) - 1
+        for before, token in zip([sequences[i].tokens[-1], *stand], stand, strict=False):
+            seen[before, token] += 1
+    assert seen.sum() >= 100_000 and 0.2 < kept / (n * k) < 0.95
+    want = truncate(target / temperature, rows_of(params, vocab)).softmax(-1).double()
+    assert seen[want == 0].sum() == 0
+    expected = (want * seen.sum(1, keepdim=True))[want > 0]
+    chi_square = float(((seen[want > 0] - expected) ** 2 / expected).sum())
+    freedom = expected.numel() - vocab
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, f"{chi_square:.1f} for {freedom} degrees of freedom"
+    # the same statistic tells the drafter's own distribution apart, so it can fail
+    wrong = truncate(drafter / temperature, rows_of(params, vocab)).softmax(-1).double().clamp(min=1e-9)
+    off = wrong * seen.sum(1, keepdim=True)
+    assert float(((seen - off) ** 2 / off).sum()) > 10 * freedom
+
+
+def rows_of(params: SamplingParams, n: int) -> SamplingRows:
+    return SamplingRows.of([params] * n, [0] * n, [0] * n, CPU)

@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +17,18 @@ from torch import Tensor
 from onebox.config import EngineConfig, cpu_threads
 from onebox.engine.captured import CapturedSteps, Flight, capturable, foreseeable
 from onebox.engine.grammar import Grammars, Matcher
-from onebox.engine.graph_runner import GraphRunner, News
+from onebox.engine.graph_runner import GraphRunner
 from onebox.engine.pages import Pool, pages_for
-from onebox.engine.plan import DEFAULT_DRAFT_LEN, announce, plan_for, plan_loaded, wants_mtp
+from onebox.engine.plan import announce, drafts_of, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.process import EngineInfo, EngineStats
 from onebox.engine.sampler import token_logprobs
 from onebox.engine.scheduler import Chunk, Scheduler
 from onebox.engine.sequence import Phase, Sequence
-from onebox.engine.speculate import accept, choose
+from onebox.engine.speculate import Drafter, DraftLengths, News, PromptLookup, accept, choose
 from onebox.engine.states import SnapshotSlots
 from onebox.errors import CheckpointError, ContextLengthError, RequestError
+from onebox.ledger import BUILDS, Build
 from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
 from onebox.request import FinishReason, Output, Request
@@ -60,9 +62,7 @@ class Engine:
             )
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan
-        draft_len = config.draft_len
-        if draft_len is None:
-            draft_len = DEFAULT_DRAFT_LEN if model.mtp is not None else 0
+        draft_len = drafts_of(config, mtp=model.mtp is not None)
         config = replace(config, draft_len=draft_len, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs)
         self.config = config
         self.draft_len, self.max_model_len = draft_len, plan.max_model_len
@@ -101,6 +101,13 @@ class Engine:
                 max_num_seqs=config.max_num_seqs,
                 max_pages=pages_for(self.max_model_len + 3 * draft_len + 1),
             )
+        self.drafter: Drafter = self.runner
+        if config.draft_method == "ngram":
+            self.drafter = PromptLookup(config.lookup_max, config.lookup_min)
+        self.lengths: DraftLengths | None = None
+        if config.adaptive_drafts:
+            build = build_of(loaded.report.formats)
+            self.lengths = DraftLengths(spec, build, draft_len, mtp=config.draft_method == "mtp")
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()
         self._accepted_per_pos = [0] * draft_len
@@ -197,7 +204,9 @@ class Engine:
                 news += self._step_window(plan.window, outputs)
             if plan.prefill:
                 news += self._step_prefill(plan.prefill, outputs)
-            self.runner.draft(news)
+            if self.lengths is not None:
+                self.lengths.choose([s for s, _, _ in news])
+            self.drafter.draft(news)
         self._finish(outputs)
         self.scheduler.settle(plan.sequences)
         return outputs
@@ -281,6 +290,8 @@ class Engine:
             tokens = accept(s.drafts, targets[row : row + rows])
             s.drafted += rows - 1
             self._count(drafted_tokens=rows - 1, draft_windows=int(rows > 1))
+            if self.lengths is not None:
+                self.lengths.observe(s, rows - 1, len(tokens) - 1)
             n = self._settle(s, len(tokens), tokens, logits[row : row + rows], outputs)
             news.append(News(s, n, hidden[row : row + n]))
             row += rows
@@ -375,6 +386,12 @@ class Engine:
 
     def _count(self, **added: int) -> None:
         self._counts.update(added)
+
+
+def build_of(formats: Mapping[str, int]) -> Build:
+    """The ledger's build that comes nearest to a checkpoint's formats."""
+    names = {"int4": "hybrid", "nvfp4": "nvfp4", "fp8": "fp8"}
+    return BUILDS[next((build for name, build in names.items() if name in formats), "bf16")]
 
 
 def eos_token_ids(folder: Path, spec: Spec) -> tuple[int, ...]:

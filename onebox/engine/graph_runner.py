@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +12,11 @@ from onebox.engine.pages import PAGE_SIZE, pages_for
 from onebox.engine.sampler import SamplingRows, sample
 from onebox.engine.scheduler import Chunk
 from onebox.engine.sequence import Sequence
+from onebox.engine.speculate import News
 from onebox.engine.states import CopyPage, DeviceOp, LoadState, OffloadState, RestoreState, SaveState
 from onebox.model.cache import Cache
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
-
-
-class News(NamedTuple):
-    """The `n` newest tokens of a sequence and the hidden states of the positions before them."""
-
-    sequence: Sequence
-    n: int
-    hidden: Tensor  # [n, H]
 
 
 class GraphRunner:
@@ -40,7 +32,7 @@ class GraphRunner:
         batch = self._batch(rows, window=False)
         hidden = self.model.forward(batch, self.cache)
         previous = self.model.store_hidden(hidden, batch, self.cache)
-        if any(c.sequence.draft_len for c in chunks):
+        if self.model.mtp is not None and any(c.sequence.draft_len for c in chunks):
             self.model.draft_forward(batch, previous, self.cache)
         return hidden[batch.query_start[1:] - 1]
 

@@ -352,6 +352,8 @@ class Facts:
 
 def wants_mtp(config: EngineConfig) -> bool | None:
     """What `load_model` is asked about the MTP head."""
+    if config.draft_method != "mtp":
+        return False
     return {None: None, 0: False}.get(config.draft_len, True)
 
 
@@ -378,8 +380,15 @@ def plan_loaded(config: EngineConfig, loaded: Loaded) -> MemoryPlan:
     return plan_of(config, model.spec, loaded.report, model.mtp is not None, machine)
 
 
+def drafts_of(config: EngineConfig, *, mtp: bool) -> int:
+    """Drafts a step: what was asked for, else the default where there is something to draft with."""
+    if config.draft_len is not None:
+        return config.draft_len
+    return DEFAULT_DRAFT_LEN if mtp or config.draft_method != "mtp" else 0
+
+
 def plan_of(config: EngineConfig, spec: Spec, report: LoadReport, mtp: bool, machine: Machine) -> MemoryPlan:
-    draft_len = config.draft_len if config.draft_len is not None else DEFAULT_DRAFT_LEN if mtp else 0
+    draft_len = drafts_of(config, mtp=mtp)
     weights = weight_bytes(spec, report.formats, config, mtp=mtp)
     return plan_memory(config, spec, machine, weights=weights, draft_len=draft_len, mtp=mtp)
 

@@ -53,9 +53,11 @@ class Sequence:
     node: Node | None = None
     matcher: Matcher | None = None
     ready: bool = True  # False: its grammar is being compiled
+    draft_now: int = 0  # most drafts of its next window: draft_len, or what an adaptive length says
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.draft_now = self.draft_len
         self.accepted_per_pos = [0] * self.draft_len
 
     @property
@@ -74,7 +76,7 @@ class Sequence:
     @property
     def n_drafts(self) -> int:
         """How many drafts the next window may carry: none past the last token that may be emitted."""
-        return max(0, min(self.draft_len, self.max_len - len(self.tokens) - 1))
+        return max(0, min(self.draft_now, self.max_len - len(self.tokens) - 1))
 
     @property
     def reserve(self) -> int:
