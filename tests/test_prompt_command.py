@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import BertConfig, BertForTokenClassification
 
 from onebox import cli
@@ -127,7 +126,7 @@ def test_the_bundled_models_surprisal_is_lower_for_prose_than_for_its_words_in_d
     np.testing.assert_allclose(together[0].scores, alone.scores, atol=1e-3)
 
 
-def test_ten_tokens_take_less_than_fifty_milliseconds_with_a_classifier_of_minilm_size() -> None:
+def test_ten_tokens_take_less_than_fifty_milliseconds_of_a_core_with_a_classifier_of_minilm_size() -> None:
     tokenizer: Any = wordpiece()
     config = BertConfig(
         vocab_size=30_522,
@@ -146,6 +145,6 @@ def test_ten_tokens_take_less_than_fifty_milliseconds_with_a_classifier_of_minil
 
 
 def _seconds(compressor: Compressor, text: str) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     compressor.compress(text, rate=0.5)
-    return time.perf_counter() - started
+    return time.process_time() - started
