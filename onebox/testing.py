@@ -109,8 +109,6 @@ class FakeEngine:
             steps_done += steps
             end = min(given + steps * self.tokens_per_step, params.max_tokens)
             tokens = tuple(script[given:end])
-            if favoured := [t for t, bias in params.logit_bias if bias >= 100]:
-                tokens = (favoured[0],)
             stop = next((i for i, t in enumerate(tokens) if t in params.stop_token_ids), None)
             reason: FinishReason | None = None
             stop_token = None

@@ -160,7 +160,7 @@ def test_a_body_as_codex_sends_it_is_served() -> None:
     [
         ({}, "input"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

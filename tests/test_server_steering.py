@@ -25,12 +25,14 @@ REST = "<parameter=x>\n4\n</parameter>\n</function>\n</tool_call>"
 
 
 def obliging(after_think: str = "plain answer", *, closes: bool = True, **options: Any) -> FakeEngine:
-    """Thinks, then answers in text unless a call has been opened for it, which it then completes."""
+    """Thinks, then answers in text, or with the call that its grammar asks for."""
 
     def script(request: Request) -> list[int]:
+        nonlocal after_think
         tail = tokenizer().decode(request.prompt).rpartition("<|im_start|>assistant\n")[2]
-        if "<tool_call>\n<function=" in tail:
-            return tokenizer().encode(REST)
+        if request.grammar is not None:
+            name = "second" if '"first>' not in request.grammar.source else "first"
+            after_think = f"<tool_call>\n<function={name}>\n" + REST
         if "</think>" in tail:
             return tokenizer().encode(after_think)
         return tokenizer().encode(f"{THINKING}\n</think>\n\n{after_think}" if closes else f"{THINKING} {THINKING}")
@@ -98,13 +100,6 @@ def test_tool_choice_is_kept(stream: bool, tokens_per_step: int, thinking: bool,
 
 
 @both
-def test_a_required_call_follows_thinking_that_never_closed(stream: bool) -> None:
-    got = ask(obliging(closes=False), stream=stream, tools=TOOLS, tool_choice="required")
-    assert len(got["calls"]) == 1
-    assert got["reasoning"] == f"{THINKING} {THINKING}"
-
-
-@both
 @steps
 @pytest.mark.parametrize("budget", [0, 1, 3, 1000])
 def test_a_thinking_budget_closes_cleanly(stream: bool, tokens_per_step: int, budget: int) -> None:
@@ -133,11 +128,11 @@ def test_one_call_at_most_when_parallel_calls_are_off(stream: bool) -> None:
 
 
 def test_logprobs_still_pair_with_tokens_when_tokens_are_put_in() -> None:
-    body = {"messages": HI, "tools": TOOLS, "tool_choice": "required", "logprobs": True, "return_token_ids": True}
+    body = {"messages": HI, "thinking_token_budget": 3, "logprobs": True, "return_token_ids": True}
     choice = post(obliging(tokens_per_step=3), CHAT, body).json()["choices"][0]
     text = b"".join(bytes(e["bytes"]) for e in choice["logprobs"]["content"]).decode()
     assert text == tokenizer().decode(choice["token_ids"])
-    assert text.startswith(THINKING + "\n</think>\n\n<tool_call>\n<function=")
+    assert text == "I think a\n</think>\n\nplain answer"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from onebox.request import Request
 from onebox.server.chat import Answer, AnswerDelta, Message, Tokenizer, normalize_messages, prompt_thinking
 from onebox.server.intake import Intake
 from onebox.server.metrics import Metrics
-from onebox.server.parsers import AnswerParser, Thinking
+from onebox.server.parsers import THINK_END, AnswerParser, Thinking
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +39,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Steering:
-    """What an answer is made to do: think no longer than a budget, and call one of some functions after thinking.
+    """What an answer is made to do beyond its grammar: think no longer than a budget.
 
-    Both put tokens into the answer and let the engine go on from there; the prefix cache makes that cheap.
+    The closing tag is put into the answer and the engine goes on from there; the prefix cache makes that cheap.
     """
 
-    thinking_budget: int | None = None  # tokens
-    functions: tuple[str, ...] = ()  # one of these must be called; () leaves it to the model
+    thinking_budget: int  # tokens
 
     def due(self, answer: Answer) -> bool:
-        """Whether tokens must be put in now."""
-        parser = answer.parser
-        assert parser is not None
-        if parser.thinking:
-            return self.thinking_budget is not None and answer.usage.reasoning_tokens >= self.thinking_budget
-        return bool(self.functions) and parser.n_calls == 0
+        """Whether thinking must be closed now."""
+        assert answer.parser is not None
+        return answer.parser.thinking and answer.usage.reasoning_tokens >= self.thinking_budget
 
 
 @dataclass(frozen=True)
@@ -243,8 +239,8 @@ class Service:
             while True:
                 if answer.paused:
                     room = job.request.params.max_tokens - len(answer.taken)
-                    forced = await self._forced(job) if room > 0 else []
-                    delta = answer.force(forced[:room], "length" if len(forced) >= room else None)
+                    forced = self.tokenizer.encode(f"\n{THINK_END}\n\n")
+                    delta = answer.force(forced[: max(room, 0)], "length" if len(forced) >= room else None)
                     yield delta
                     if answer.done:
                         break
@@ -269,59 +265,16 @@ class Service:
             self.active -= 1
             record.finish("abort", job.answer.usage)  # unless finished above: the caller went away
 
-    async def _forced(self, job: Job) -> list[int]:
-        """The tokens a steered answer gets at this point."""
-        steering, answer = job.steering, job.answer
-        assert steering is not None and answer.parser is not None
-        begun, thinking = bool(answer.taken), answer.parser.thinking
-        text = "\n</think>\n\n" if thinking else "\n\n" if begun else ""
-        ids = self.tokenizer.encode(text)
-        if steering.functions:
-            ids += self.tokenizer.encode("<tool_call>\n<function=")
-            names = [self.tokenizer.encode(f"{name}>\n") for name in steering.functions]
-            ids += await self._choose(continued(job.request, [*answer.taken, *ids]), names)
-        return ids
-
-    async def _choose(self, request: Request, options: Sequence[Sequence[int]]) -> list[int]:
-        """One of several token sequences, chosen by the model: it is asked wherever more than one token may follow."""
-        chosen: list[int] = []
-        while True:
-            open_options = [o for o in options if list(o[: len(chosen)]) == chosen]
-            allowed = sorted({o[len(chosen)] for o in open_options if len(o) > len(chosen)})
-            if not allowed:
-                return chosen
-            if len(allowed) == 1:
-                chosen.append(allowed[0])
-                continue
-            params = replace(
-                request.params,
-                max_tokens=1,
-                min_tokens=1,
-                logprobs=None,
-                logit_bias=tuple((t, 100.0) for t in allowed),
-                stop_token_ids=(),
-                ignore_eos=True,
-            )
-            asked = replace(
-                request, id=f"{request.id}-c{len(chosen)}", prompt=(*request.prompt, *chosen), params=params
-            )
-            async with aclosing(cast(Any, self.engine.generate(asked))) as outputs:
-                async for output in outputs:
-                    chosen += output.tokens[:1]
-                    if output.finish_reason is not None:
-                        break
-            if chosen[-1] not in allowed:
-                raise EngineUnavailableError("The engine chose a token that was not allowed.")
-
 
 def continued(request: Request, taken: Sequence[int]) -> Request:
-    """The request that goes on after an answer's first tokens. At least one token is left to generate."""
-    params = request.params
+    """The request that goes on after thinking was closed for it. At least one token is left to generate."""
+    params, grammar = request.params, request.grammar
     left = max(1, params.max_tokens - len(taken))
     return replace(
         request,
         id=f"{request.id}-{len(taken)}",
         prompt=(*request.prompt, *taken),
+        grammar=None if grammar is None else replace(grammar, start_after=None),
         params=replace(params, max_tokens=left, min_tokens=min(left, max(0, params.min_tokens - len(taken)))),
     )
 

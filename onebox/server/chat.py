@@ -441,12 +441,14 @@ class Answer:
         """Takes one step's tokens. With `pause_at` true after one of them, or at an end of text while it would still
         come true, the rest is dropped and `paused` set: the caller puts tokens of its own in and asks the engine anew.
 
-        Raises EngineUnavailableError when the engine gave the answer up.
+        Raises EngineUnavailableError when the engine gave the answer up, RequestError when the request is at fault.
         """
         usage, (drafted, accepted) = self.usage, self._drafts_before
         if not usage.prompt_tokens:  # a later engine request of the same answer finds this one's tokens cached
             usage.prompt_tokens, usage.cached_tokens = output.prompt_tokens, output.cached_tokens
         usage.drafted, usage.accepted = drafted + output.drafted, accepted + output.accepted
+        if output.refused:
+            raise RequestError(output.error or "The engine refused this request.")
         if output.finish_reason in ("error", "cancelled"):
             raise EngineUnavailableError(f"The engine gave this answer up: {output.error or output.finish_reason}.")
         return self._push(output.tokens, output.logprobs, output.finish_reason, output.stop_token)

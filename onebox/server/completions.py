@@ -14,11 +14,12 @@ from typing import Any
 
 import onebox
 from onebox.errors import RequestError
-from onebox.request import INT64, Request, SamplingParams, TokenLogprob
+from onebox.request import INT64, Grammar, Request, SamplingParams, TokenLogprob
 from onebox.server.answers import Job, Prompt, Service, Steering, new_id
 from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer, normalize_messages
+from onebox.server.grammars import answer_grammar
 from onebox.server.intake import Report
-from onebox.server.parsers import AnswerParser, CallDelta
+from onebox.server.parsers import THINK_END, AnswerParser, CallDelta
 from onebox.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 
 FINGERPRINT = f"onebox-{onebox.__version__}"
@@ -87,13 +88,15 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
         defaults=service.defaults,
     )
     id, n = new_id("chatcmpl"), body.n or 1
-    steering = (
-        Steering(body.thinking_token_budget, forced) if body.thinking_token_budget is not None or forced else None
-    )
+    steering = None if body.thinking_token_budget is None else Steering(body.thinking_token_budget)
     one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
+    grammar = answer_grammar(body.grammar(), tools, forced, service.tokenizer.encode, parallel=not one_call)
+    if grammar is not None and prompt.thinking == "open":
+        grammar = replace(grammar, start_after=tuple(service.tokenizer.encode(THINK_END)))
     jobs = []
     for i in range(n):
-        job = make_job(service, body, id, i, prompt, params, parser=service.parser(prompt.thinking, tools))
+        parser = service.parser(prompt.thinking, tools)
+        job = make_job(service, body, id, i, prompt, params, parser=parser, grammar=grammar)
         job.answer.max_calls = 1 if one_call else None
         jobs.append(replace(job, steering=steering))
     return Run(id, model, (prompt,), tuple(jobs), n, body, report=report)
@@ -137,6 +140,7 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
     prompts = tuple([await service.text_prompt(p, param="prompt") for p in given])
     id = new_id("cmpl")
     jobs: list[Job] = []
+    grammar = body.grammar()
     for prompt in prompts:
         params = body.sampling(
             max_tokens=service.room(len(prompt.ids), body.max_tokens or 16, param="prompt"),
@@ -144,7 +148,9 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
             logprobs=body.n_logprobs(),
             defaults=service.defaults,
         )
-        jobs += [make_job(service, body, id, len(jobs) + i, prompt, params, seed_offset=i) for i in range(n)]
+        jobs += [
+            make_job(service, body, id, len(jobs) + i, prompt, params, seed_offset=i, grammar=grammar) for i in range(n)
+        ]
     return Run(id, model, prompts, tuple(jobs), n, body, report=report)
 
 
@@ -182,6 +188,7 @@ def make_job(
     *,
     parser: AnswerParser | None = None,
     seed_offset: int | None = None,
+    grammar: Grammar | None = None,
 ) -> Job:
     """Answer `index` of a request. With a seed, each of n answers has its own: seed, seed + 1, ... (64 bits)."""
     offset = index if seed_offset is None else seed_offset
@@ -194,6 +201,7 @@ def make_job(
         priority=body.priority or 0,
         snapshot_at=prompt.turn_ends,
         cache_salt=body.cache_salt or "",
+        grammar=grammar,
     )
     answer = Answer(
         service.tokenizer,

@@ -41,6 +41,21 @@ class Thinking(BaseModel):
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """`effort` changes nothing here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: OutputFormat | None = None
+
+
 class ToolChoice(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -57,7 +72,7 @@ class CountBody(RequestBody):
         "container": "this server runs no code.",
     }
     without_effect = frozenset(
-        {"metadata", "service_tier", "context_management", "betas", "output_config", "cache_control", "inference_geo"}
+        {"metadata", "service_tier", "context_management", "betas", "cache_control", "inference_geo"}
     )
 
     model: str | None = None
@@ -66,6 +81,8 @@ class CountBody(RequestBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields of a chat body that say the same. Raises RequestError naming the field of this body."""
@@ -81,6 +98,9 @@ class CountBody(RequestBody):
         fields["chat_template_kwargs"] = {"enable_thinking": thinks}
         if thinks and self.thinking is not None:
             fields["thinking_token_budget"] = self.thinking.budget_tokens
+        wanted = self.output_format or (self.output_config and self.output_config.format)
+        if wanted:
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
         tools = [t for t in self.tools or () if isinstance(t.get("input_schema"), Mapping)]
         if tools:
             fields["tools"] = [chat_tool(t) for t in tools]

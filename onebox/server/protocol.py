@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onebox.errors import RequestError
-from onebox.request import SamplingParams
+from onebox.request import Grammar, SamplingParams
+from onebox.server.grammars import ResponseFormat, StructuredOutputs, asked_grammar
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,12 @@ class GenerationBody(RequestBody, IntakeFields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
     priority: int | None = 0
@@ -123,6 +130,16 @@ class GenerationBody(RequestBody, IntakeFields):
         if len(stops) > 64:
             raise RequestError(f"'stop' holds {len(stops)} strings; at most 64.", param="stop")
         return stops
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like. Raises RequestError for more than one constraint."""
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return asked_grammar(self.response_format, self.structured_outputs, guided)
 
     def bias(self, vocab: int) -> tuple[tuple[int, float], ...]:
         pairs = []
@@ -165,11 +182,7 @@ NOT_SERVED: Mapping[str, str] = {
     "use_beam_search": "answers are sampled or greedy.",
     "length_penalty": "there is no beam search.",
     "truncate_prompt_tokens": "shorten the prompt before sending it.",
-    "guided_json": "not served yet.",
-    "guided_regex": "not served yet.",
-    "guided_choice": "not served yet.",
-    "guided_grammar": "not served yet.",
-    "structured_outputs": "not served yet.",
+    "guided_whitespace_pattern": "white space in JSON is one space, or a line and its indentation.",
     "logits_processors": "not served; use logit_bias.",
     "lora_request": "adapters are not served.",
     "kv_transfer_params": "there is one engine.",
@@ -183,11 +196,17 @@ class CompletionBody(GenerationBody):
     refused = {
         **NOT_SERVED,
         "suffix": "filling in the middle is not served.",
-        "response_format": "not served yet.",
         "prompt_embeds": "send text or token ids.",
     }
     without_effect = frozenset(
-        {"metadata", "store", "request_id", "add_special_tokens", "spaces_between_special_tokens"}
+        {
+            "metadata",
+            "store",
+            "request_id",
+            "add_special_tokens",
+            "spaces_between_special_tokens",
+            "guided_decoding_backend",
+        }
     )
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -247,7 +266,6 @@ class ChatBody(GenerationBody):
 
     refused = {
         **NOT_SERVED,
-        "response_format": "not served yet.",
         "functions": "send 'tools'.",
         "function_call": "send 'tool_choice'.",
         "web_search_options": "this server searches nothing.",
@@ -270,6 +288,7 @@ class ChatBody(GenerationBody):
             "add_special_tokens",
             "spaces_between_special_tokens",
             "best_of",
+            "guided_decoding_backend",
         }
     )
 

@@ -32,7 +32,8 @@ KEPT_RESPONSES = 10_000
 class TextFormat(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class TextOptions(BaseModel):
@@ -92,9 +93,6 @@ class ResponsesBody(RequestBody, IntakeFields):
 
     def chat_body(self, items: Sequence[Item]) -> ChatBody:
         """The chat that says the same. Raises RequestError naming the field."""
-        kind = self.text.format.type if self.text and self.text.format else "text"
-        if kind != "text":
-            raise RequestError(f"'text.format' {kind!r} is not served yet.", param="text.format")
         if self.top_logprobs:
             raise RequestError("'top_logprobs' is not served here; use chat completions.", param="top_logprobs")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -104,7 +102,11 @@ class ResponsesBody(RequestBody, IntakeFields):
             if choice.get("type") != "function":
                 raise RequestError("'tool_choice' must be auto, none, required or a function.", param="tool_choice")
             choice = {"type": "function", "function": {"name": choice.get("name")}}
+        form = self.text.format if self.text and self.text.format else TextFormat()
+        if form.type == "json_schema" and form.schema_ is None:
+            raise RequestError("'text.format.schema' is missing.", param="text.format.schema")
         fields = {
+            "response_format": {"type": form.type, "json_schema": {"schema": form.schema_}},
             "model": self.model,
             "messages": [*messages, *item_messages(items)],
             "max_tokens": self.max_output_tokens,
@@ -121,6 +123,11 @@ class ResponsesBody(RequestBody, IntakeFields):
             "guard": self.guard,
         }
         return translated(ChatBody, fields)
+
+
+def text_format(body: ResponsesBody) -> dict[str, Any]:
+    form = body.text.format if body.text else None
+    return form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}
 
 
 def named_here(e: RequestError) -> RequestError:
@@ -394,7 +401,7 @@ def response_json(body: ResponsesBody, run: Run, output: Sequence[Item], status:
         "reasoning": body.reasoning or {"effort": None, "summary": None},
         "store": body.store is not False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": text_format(body)},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_p": params.top_p,

@@ -1,0 +1,182 @@
+"""What a body asks its answer to look like -> Grammar. Takes checked fields and tools, no text of a model.
+
+A call that must be made is a grammar in the model's own form: every required parameter stands there, a parameter that
+is no string is JSON of its schema, one that is a string is free text up to its closing tag.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from onebox.errors import RequestError
+from onebox.request import Grammar
+from onebox.server.parsers import CALL, CALL_END, FUNCTION, FUNCTION_END, tool_schema, value_types
+
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's response_format."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's structured_outputs: one of its fields says what the answer must be."""
+
+    model_config = ConfigDict(extra="allow")
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def asked_grammar(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    guided: Mapping[str, Any],
+) -> Grammar | None:
+    """The one constraint of a body; `guided` are vLLM's older fields, by kind. Raises RequestError for two of them."""
+    found: dict[str, Grammar] = {}
+    if response_format is not None and response_format.type == "json_object":
+        found["response_format"] = Grammar("json_object")
+    elif response_format is not None and response_format.type == "json_schema":
+        schema = (response_format.json_schema or {}).get("schema")
+        if not isinstance(schema, Mapping):
+            raise RequestError(
+                "'response_format.json_schema.schema' must be a JSON schema, an object.",
+                param="response_format.json_schema.schema",
+            )
+        found["response_format"] = Grammar("json_schema", json.dumps(schema))
+    if structured is not None:
+        if structured.model_extra and (unknown := [k for k, v in structured.model_extra.items() if v]):
+            raise RequestError(
+                f"Unsupported field 'structured_outputs.{unknown[0][:40]}'. Supported: {', '.join(STRUCTURES)}.",
+                param="structured_outputs",
+            )
+        values = {"json": structured.json_, **{k: getattr(structured, k) for k in STRUCTURES[1:]}}
+        found |= {f"structured_outputs.{k}": grammar_of(k, v) for k, v in values.items() if v not in (None, False)}
+    found |= {f"guided_{k}": grammar_of(k, v) for k, v in guided.items() if v is not None}
+    if len(found) > 1:
+        names = ", ".join(f"'{name}'" for name in found)
+        raise RequestError(f"{names}: an answer can have one constraint.", param=list(found)[-1].split(".")[0])
+    return next(iter(found.values()), None)
+
+
+def grammar_of(kind: str, value: Any) -> Grammar:
+    if kind == "json":
+        return Grammar("json_schema", value if isinstance(value, str) else json.dumps(value))
+    if kind == "json_object":
+        return Grammar("json_object")
+    if kind == "choice":
+        return Grammar("choice", json.dumps(value))
+    return Grammar("regex" if kind == "regex" else "grammar", value)
+
+
+def answer_grammar(
+    asked: Grammar | None,
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[str],
+    encode: Callable[[str], Sequence[int]],
+    *,
+    parallel: bool,
+) -> Grammar | None:
+    """The grammar of an answer: a call of one of the `forced` functions, or what is asked for or a call of any tool."""
+    if forced:
+        named = [t for t in tools if tool_schema(t)[0] in forced]
+        return Grammar("grammar", "start: calls\n" + call_rules(named, encode, parallel=parallel))
+    if asked is None or not tools:
+        return asked
+    if asked.kind == "grammar":
+        raise RequestError(
+            "A grammar of one's own cannot stand beside tools the model may call; send 'tool_choice': 'none'.",
+            param="tools",
+        )
+    return Grammar(
+        "grammar", f"start: calls | said\nsaid: {inline(asked)}\n" + call_rules(tools, encode, parallel=parallel)
+    )
+
+
+def inline(grammar: Grammar) -> str:
+    """A constraint as the right side of a Lark rule. Raises RequestError for a source that is no JSON."""
+    if grammar.kind == "json_object":
+        return json_rule({"type": "object"})
+    if grammar.kind == "regex":
+        return "/" + grammar.source.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n") + "/"
+    try:
+        value = json.loads(grammar.source)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"The JSON schema cannot be used: it is not JSON ({e}).", param="response_format") from e
+    if grammar.kind == "choice":
+        return " | ".join(literal(c) for c in value)
+    return json_rule(value)
+
+
+def json_rule(schema: Any, *, lenient: bool = False) -> str:
+    options: dict[str, Any] = {"whitespace_pattern": r"[ ]|\n[ \t]{0,40}"}
+    if lenient:
+        options["lenient"] = True
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def call_rules(tools: Sequence[Mapping[str, Any]], encode: Callable[[str], Sequence[int]], *, parallel: bool) -> str:
+    """Lark rules of `calls`: one call, or several, of any of these functions."""
+    rules = ['calls: call ("\\n" call)*' if parallel else "calls: call"]
+    functions = []
+    for i, tool in enumerate(tools):
+        name, schema = tool_schema(tool)
+        functions.append(f"f{i}")
+        parts = [literal(f"{name}>\n")]
+        raw = schema.get("properties")
+        properties = dict(raw) if isinstance(raw, Mapping) else {}
+        required = schema.get("required")
+        names = [k for k in required if isinstance(k, str)] if isinstance(required, Sequence) else []
+        properties |= {k: {} for k in names if k not in properties}
+        for j, (key, value) in enumerate(properties.items()):
+            if any(c in key for c in "<>\n") or not key.strip("\"' ") == key or not key:
+                raise RequestError(f"Parameter {key[:60]!r} of function {name!r} has no form.", param="tools")
+            parts.append(f"p{i}_{j}" + ("" if key in names else "?"))
+            rules.append(f"p{i}_{j}: {literal(f'<parameter={key}>' + chr(10))} v{i}_{j} " + literal("\n"))
+            rules.append(value_rule(f"v{i}_{j}", value, schema))
+        rules.append(f"f{i}: " + " ".join(parts))
+    rules.append(
+        f"call: {tag(CALL, encode)} {literal(chr(10) + FUNCTION)} ({' | '.join(functions)}) "
+        f"{literal(FUNCTION_END + chr(10))} {tag(CALL_END, encode)}"
+    )
+    return "\n".join(rules) + "\n"
+
+
+def value_rule(rule: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """The rule of a parameter's value and its closing tag."""
+    types = value_types(schema, root)
+    closing = literal("</parameter>")
+    values = (
+        schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, Mapping) else None
+    )
+    if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
+        return f"{rule}: ({' | '.join(literal(v + chr(10)) for v in values)}) {closing}"
+    if not types or "string" in types:
+        return f"{rule}[suffix={closing}]: /(?s:.*)/"
+    definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}
+    known = not any(f'"$ref": "{other}' in json.dumps(schema) for other in ("#/properties", '#"'))
+    value = {**schema, **definitions} if known else {"type": sorted(types)}
+    return f"{rule}: {rule}_json {literal(chr(10))} {closing}\n{rule}_json: {json_rule(value, lenient=True)}"
+
+
+def tag(text: str, encode: Callable[[str], Sequence[int]]) -> str:
+    """A tag that is one token is that token: its letters spelled out would not be the tag to the model."""
+    ids = encode(text)
+    return f"<[{ids[0]}]>" if len(ids) == 1 else literal(text)
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
