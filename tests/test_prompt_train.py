@@ -22,8 +22,9 @@ sys.path.insert(0, str(ROOT))  # tools/ lies beside the package
 from onebox.errors import PromptError  # noqa: E402
 from onebox.prompt import ClassifierScorer, Compressor  # noqa: E402
 from tests.encoders import save_encoder  # noqa: E402
+from tools.fitting import auc, fit  # noqa: E402
 from tools.train_guard import data as guard_data  # noqa: E402
-from tools.train_guard.__main__ import auc, fit, in_windows, worst  # noqa: E402
+from tools.train_guard.__main__ import in_windows, worst  # noqa: E402
 from tools.train_lingua2 import evaluate as by  # noqa: E402
 from tools.train_lingua2.__main__ import parser, read, run  # noqa: E402
 from tools.train_lingua2.label import align, from_signals, label, measures, trusted  # noqa: E402

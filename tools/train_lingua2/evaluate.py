@@ -7,11 +7,11 @@ import gzip
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onebox.prompt import Bm25Ranker, Compressor, Scorer
+from onebox.prompt import Bm25Ranker, Compressor, Scorer, TokenScores
 from onebox.prompt.budget import counter_of
 from onebox.prompt.security import sentences
 from tools.train_lingua2.windows import stem, windows
@@ -88,8 +88,23 @@ def bm25_sentences(text: str, target: int) -> str:
 
 def by_scorer(scorer: Scorer | None) -> Method:
     """Token pruning by a scorer; None: the word statistics that `auto` uses."""
-    compressor = Compressor("llmlingua2", scorer=scorer) if scorer else Compressor()
+    compressor = Compressor("llmlingua2", scorer=_Remembered(scorer)) if scorer else Compressor()
     return lambda text, target: compressor.compress(text, target_tokens=target).text
+
+
+class _Remembered:
+    """A scorer asked once for each text: the ratios differ in the budget alone. Its time is in the first of them."""
+
+    def __init__(self, scorer: Scorer):
+        self.scorer, self.name = scorer, scorer.name
+        self.seen: dict[str, TokenScores] = {}
+
+    def score(self, texts: Sequence[str], *, prefixes: Sequence[str] | None = None) -> list[TokenScores]:
+        assert prefixes is None
+        for text in texts:
+            if text not in self.seen:
+                self.seen[text] = self.scorer.score([text])[0]
+        return [self.seen[text] for text in texts]
 
 
 def compare(cases: list[Case], methods: dict[str, Method], ratios: tuple[int, ...]) -> Iterator[dict[str, object]]:

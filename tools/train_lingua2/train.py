@@ -11,18 +11,9 @@ import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from onebox.errors import PromptError
+from tools.fitting import auc
 
 _IGNORED = -100
-
-
-def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Chance that a kept word scores above a dropped one, ties half; 0.5 for one label only."""
-    kept, others = scores[labels == 1], np.sort(scores[labels == 0])
-    if not len(kept) or not len(others):
-        return 0.5
-    return float(
-        (np.searchsorted(others, kept, "left") + np.searchsorted(others, kept, "right")).mean() / 2 / len(others)
-    )
 
 
 def encode(tokenizer: Any, row: dict[str, Any], max_tokens: int) -> tuple[list[int], list[int]]:
@@ -142,4 +133,5 @@ def score(model: Any, tokenizer: Any, rows: list[dict[str, Any]], batch: int, ma
                     values.append(float(keep[row, inside].mean()))
                     truths.append(int(labels[row, inside[0]]))
     scores, truth = np.array(values), np.array(truths)
-    return {"auc": auc(scores, truth), "accuracy": float(((scores >= 0.5) == truth).mean())}
+    area = auc(scores, truth)
+    return {"auc": 0.5 if area is None else area, "accuracy": float(((scores >= 0.5) == truth).mean())}
