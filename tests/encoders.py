@@ -35,5 +35,8 @@ def save_encoder(folder: Path, *, words: Iterable[str] = (), layers: int = 2, se
             intermediate_size=48,
             max_position_embeddings=512,
         )
-        BertModel(config).save_pretrained(folder)
+        bert = BertModel(config)
+        with torch.no_grad():  # what a piece is weighs more than where it stands, as in a trained model
+            bert.embeddings.position_embeddings.weight.mul_(0.1)
+        bert.save_pretrained(folder)
     return folder

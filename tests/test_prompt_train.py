@@ -21,12 +21,14 @@ sys.path.insert(0, str(ROOT))  # tools/ lies beside the package
 
 from onebox.errors import PromptError  # noqa: E402
 from onebox.prompt import ClassifierScorer, Compressor  # noqa: E402
+from onebox.prompt.classifier import HeadDetector, KeepScorer  # noqa: E402
 from tests.encoders import save_encoder  # noqa: E402
 from tools.fitting import auc, fit  # noqa: E402
 from tools.train_guard import data as guard_data  # noqa: E402
 from tools.train_guard.__main__ import in_windows, worst  # noqa: E402
 from tools.train_lingua2 import evaluate as by  # noqa: E402
 from tools.train_lingua2.__main__ import parser, read, run  # noqa: E402
+from tools.train_lingua2.head import train_head  # noqa: E402
 from tools.train_lingua2.label import align, from_signals, label, measures, trusted  # noqa: E402
 from tools.train_lingua2.surprisal import with_surprisal, word_values  # noqa: E402
 from tools.train_lingua2.teach import INSTRUCTION, chunks  # noqa: E402
@@ -139,6 +141,45 @@ def test_training_twice_gives_the_same_model(tmp_path: Path, encoder: Path) -> N
     random.random()
     assert train(rows, encoder, tmp_path / "b", epochs=1, freeze=1) == first
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+
+
+def labelled_corpus(n: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": row["id"],
+            "words": row["text"].split(),
+            "labels": [int(w.strip(".").lower() in CONTENT) for w in row["text"].split()],
+        }
+        for row in corpus(n)
+    ]
+
+
+def test_a_linear_head_learns_in_a_second_and_scores_long_texts_in_windows(tmp_path: Path, encoder: Path) -> None:
+    path = tmp_path / "keep" / "head.safetensors"
+    assert train_head(labelled_corpus(10), encoder, path, layers=(1,)) > 0.95
+    scorer = KeepScorer(encoder, path)
+    text = corpus(30, seed=5)[0]["text"] + " " + "\n".join(row["text"] for row in corpus(12, seed=6))
+    short, long, empty = scorer.score([text[:200], text, ""])
+    assert len(empty.scores) == 0 and len(long.scores) > 600
+    assert np.isfinite(long.scores).all() and (long.starts[1:] >= long.ends[:-1]).all()
+    alone = scorer.score([text])[0]
+    np.testing.assert_allclose(alone.scores, long.scores, atol=1e-4)
+    for found, whole in ((short, text[:200]), (long, text)):
+        kept = [
+            whole[a:b].lower() in CONTENT for a, b in zip(found.starts, found.ends, strict=True) if whole[a:b].isalpha()
+        ]
+        value = [v for a, b, v in zip(found.starts, found.ends, found.scores, strict=True) if whole[a:b].isalpha()]
+        assert (auc(np.array(value), np.array(kept).astype(int)) or 0) > 0.95
+    assert Compressor("llmlingua2", scorer=scorer).compress(text, rate=0.4).ratio <= 0.4
+
+
+def test_a_head_of_another_kind_is_refused(tmp_path: Path, encoder: Path) -> None:
+    path = tmp_path / "head.safetensors"
+    train_head(labelled_corpus(4), encoder, path, layers=(1,))
+    with pytest.raises(PromptError, match="head for importance"):
+        HeadDetector(encoder, path)
+    with pytest.raises(PromptError, match="two sources"):
+        train_head(labelled_corpus(1), encoder, path)
 
 
 def test_training_needs_two_sources_and_something_to_keep(tmp_path: Path, encoder: Path) -> None:

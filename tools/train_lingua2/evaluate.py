@@ -87,9 +87,9 @@ def bm25_sentences(text: str, target: int) -> str:
 
 
 def by_scorer(scorer: Scorer | None) -> Method:
-    """Token pruning by a scorer; None: the word statistics that `auto` uses."""
+    """Token pruning of a document by a scorer; None: the word statistics that `auto` uses."""
     compressor = Compressor("llmlingua2", scorer=_Remembered(scorer)) if scorer else Compressor()
-    return lambda text, target: compressor.compress(text, target_tokens=target).text
+    return lambda text, target: compressor.compress(documents=[text], target_tokens=target).text
 
 
 class _Remembered:
