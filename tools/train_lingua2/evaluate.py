@@ -97,14 +97,15 @@ class _Remembered:
 
     def __init__(self, scorer: Scorer):
         self.scorer, self.name = scorer, scorer.name
-        self.seen: dict[str, TokenScores] = {}
+        self.seen: dict[tuple[str, str | None], TokenScores] = {}
 
     def score(self, texts: Sequence[str], *, prefixes: Sequence[str] | None = None) -> list[TokenScores]:
-        assert prefixes is None
-        for text in texts:
-            if text not in self.seen:
-                self.seen[text] = self.scorer.score([text])[0]
-        return [self.seen[text] for text in texts]
+        keys = list(zip(texts, prefixes or [None] * len(texts), strict=True))
+        for text, prefix in keys:
+            if (text, prefix) not in self.seen:
+                found = self.scorer.score([text], prefixes=None if prefix is None else [prefix])
+                self.seen[text, prefix] = found[0]
+        return [self.seen[key] for key in keys]
 
 
 def compare(cases: list[Case], methods: dict[str, Method], ratios: tuple[int, ...]) -> Iterator[dict[str, object]]:
