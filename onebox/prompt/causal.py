@@ -45,9 +45,12 @@ class CausalScorer(SurprisalScorer):
 
     @classmethod
     def from_pretrained(cls, path: str, *, window: int = 512, **options: Any) -> CausalScorer:
-        """A model by id or folder; `gguf_file=`, `dtype=`, `quantization_config=` and the like are passed on."""
+        """A model by id, folder or GGUF file; `dtype=`, `quantization_config=` and the like are passed on."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if path.endswith(".gguf"):
+            folder, _, file = path.rpartition("/")
+            path, options = folder or ".", {**options, "gguf_file": file}
         model = open_pretrained(AutoModelForCausalLM, path, **options).eval()
         own = {key: options[key] for key in ("gguf_file", "revision") if key in options}
         return cls(model, open_pretrained(AutoTokenizer, path, **own), name=str(path), window=window)
