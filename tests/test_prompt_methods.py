@@ -33,7 +33,7 @@ from onebox.prompt import (
     LikelihoodRanker,
     TokenScores,
 )
-from onebox.prompt.llmlingua import demonstrations_rate, iterative_scores, quantiles
+from onebox.prompt.llmlingua import Stretch, demonstrations_rate, iterative_scores, quantiles
 from onebox.prompt.longllmlingua import order_by_rank, rates_by_rank
 from onebox.prompt.segments import Bonds, Options, Piece, text_pieces
 from onebox.prompt.surprisal import PlainChain, chain_of
@@ -105,17 +105,43 @@ def test_the_budget_controller_is_the_papers_equation() -> None:
 def test_each_segment_is_read_after_what_is_left_of_those_before_it() -> None:
     scorer = Scripted()
     text = PROSE * 2
-    iterative_scores(scorer, text, pieces(text), 0.3, segment_characters=120)
+    iterative_scores(scorer, [Stretch(text, pieces(text), 0.3, segment_characters=120)])
     prefixes = [before[0] for _, before in scorer.asked]
     stretches = [texts[0] for texts, _ in scorer.asked]
     assert "".join(stretches) == text.rstrip() and len(stretches) >= 6
-    assert prefixes[0] == "" and all(len(s) <= 120 for s in stretches)
+    assert prefixes[0] == "" and all(len(s) <= 132 for s in stretches)
     read = 0
     for prefix, stretch in zip(prefixes, stretches, strict=True):
         assert len(prefix) <= 0.35 * read + 1
         before = iter("".join(text[:read].split()))
         assert all(letter in before for letter in "".join(prefix.split()))  # a subsequence: nothing added or moved
         read += len(stretch)
+
+
+def test_short_texts_are_read_in_rounds_and_score_as_each_alone(causal: CausalScorer) -> None:
+    texts = [PROSE, OTHERS[0], PROSE[:90]]
+    work = [Stretch(t, pieces(t), 0.5, 100, question="Which port?", compare=c) for t in texts for c in (True, False)]
+    alone = [iterative_scores(causal, [one])[0] for one in work]
+    for together, single, chained in zip(
+        iterative_scores(causal, work), alone, [llmlingua._along_a_chain(causal, one, print) for one in work], strict=True
+    ):
+        np.testing.assert_allclose(together, single, atol=1e-4)
+        np.testing.assert_allclose(together, chained, atol=1e-4)
+
+
+def test_what_the_ranking_has_read_is_not_read_again(causal: CausalScorer) -> None:
+    documents = [PROSE, *OTHERS]
+    kept = {}
+    for reuse in (True, False):
+        compressor = Compressor("longllmlingua", scorer=causal)
+        read = []
+        score = causal.score
+        scorer = SimpleNamespace(name="counted", score=lambda t, prefixes=None: read.extend(t) or score(t, prefixes=prefixes))
+        ranker = LikelihoodRanker(scorer if reuse else causal)
+        compressor = Compressor("longllmlingua", scorer=scorer, ranker=ranker)
+        text = compressor.compress(documents=documents, question="What does the port handle?", rate=0.6).text
+        kept[reuse] = (text, sum(len(stretch) for stretch in read) + (0 if reuse else sum(map(len, documents))))
+    assert kept[True][0] == kept[False][0] and kept[True][1] < kept[False][1]
 
 
 def test_the_cached_chain_scores_as_the_plain_one(causal: CausalScorer) -> None:
@@ -225,9 +251,8 @@ def test_a_better_rank_keeps_more_of_a_document() -> None:
 def test_contrastive_scores_are_what_the_question_changes() -> None:
     scorer = Scripted(lambda word, prefix: 1.0 if word == "breakwater," and "breakwater" in prefix else 3.0)
     row = pieces(PROSE)
-    scores = iterative_scores(
-        scorer, PROSE, row, 0.5, segment_characters=1000, question="How long is the breakwater?", compare=True
-    )
+    asked = "How long is the breakwater?"
+    [scores] = iterative_scores(scorer, [Stretch(PROSE, row, 0.5, 1000, question=asked, compare=True)])
     best = [PROSE[row[i].start : row[i].end] for i in np.flatnonzero(scores == scores.max())]
     assert "breakwater" in best and set(best) <= {"breakwater", ","} and scores.max() == 2.0
 

@@ -15,6 +15,7 @@ from onebox.prompt.scoring import TokenScores
 from onebox.prompt.surprisal import Chain, PlainChain, SurprisalScorer, Window
 
 _LOGITS = 64_000_000  # logits alive at once, 256 MB in fp32, however large the vocabulary
+_PADDED = 1.15  # a batch's tokens over the real ones among them, at most
 
 
 def open_pretrained(auto: Any, path: str, **options: Any) -> Any:
@@ -67,10 +68,15 @@ class CausalScorer(SurprisalScorer):
         order = sorted(range(len(windows)), key=lambda at: len(windows[at].ids))
         position = 0
         while position < len(order):
-            batch = [order[position]]
+            batch, real = [order[position]], len(windows[order[position]].ids)
             position += 1
-            while position < len(order) and len(windows[order[position]].ids) * (len(batch) + 1) <= self.batch_tokens:
+            while position < len(order):
+                length = len(windows[order[position]].ids)
+                padded = length * (len(batch) + 1)
+                if padded > self.batch_tokens or padded > (real + length) * _PADDED:
+                    break
                 batch.append(order[position])
+                real += length
                 position += 1
             for at, nats in zip(batch, self._batch([windows[at] for at in batch]), strict=True):
                 found[at] = nats
@@ -105,9 +111,13 @@ def nats_of(logits: Any, ids: Sequence[int]) -> np.ndarray:
     """logits [n, V] and the ids they predict -> nats [n]."""
     import torch
 
-    rows = logits.float()
-    target = torch.tensor(ids, device=rows.device)
-    nats: np.ndarray = (torch.logsumexp(rows, -1) - rows.gather(-1, target[:, None])[:, 0]).cpu().numpy()
+    target = torch.tensor(ids, device=logits.device)
+    rows = 4 if logits.device.type == "cpu" else max(len(ids), 1)  # fp32 rows of a large vocabulary that stay in cache
+    found = [
+        torch.logsumexp(part.float(), -1) - part.gather(-1, aim[:, None])[:, 0].float()
+        for part, aim in zip(logits.split(rows), target.split(rows), strict=True)
+    ]
+    nats: np.ndarray = torch.cat(found).cpu().numpy()
     return nats
 
 

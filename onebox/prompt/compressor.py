@@ -355,12 +355,12 @@ class Compressor:
 
         scores: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in jobs]
         if self._causal:
-            for at, unit in worth:
-                scores[at][unit.part, unit.first] = self._iterative(jobs[at], unit, units[at], advanced)
+            stretches = [one for job, row in zip(jobs, units, strict=True) for one in self._stretches(job, row)]
+            found = llmlingua.iterative_scores(self.scorer, stretches, advanced)
         else:
             found = self._scored([(jobs[at], unit) for at, unit in worth], advanced)
-            for (at, unit), values in zip(worth, found, strict=True):
-                scores[at][unit.part, unit.first] = values
+        for (at, unit), values in zip(worth, found, strict=True):
+            scores[at][unit.part, unit.first] = values
         return [
             self._cut(job, row, found_) if job.budget < job.total else _whole(job, self.method)
             for job, row, found_ in zip(jobs, units, scores, strict=True)
@@ -373,22 +373,24 @@ class Compressor:
         ranked = [unit for unit in units if unit.ranked]
         if len(ranked) > 1 and (job.question or self._causal):
             texts = [unit.text(job.parts, job.pieces) for unit in ranked]
-            if job.question:
-                relevance = list(self.ranker.rank(job.question, texts))
+            ranker = self.ranker if job.question else LikelihoodRanker(self.scorer, "none")
+            known: list[TokenScores | None] = [None] * len(texts)
+            if isinstance(ranker, LikelihoodRanker) and ranker.scorer is self.scorer:
+                # scoring a document as it is ranked costs less than reading it again, if a third of them is kept
+                keep = self.compare and 3 * job.budget * self.coarse >= job.total
+                relevance, known = ranker.read(job.question or "", texts, keep=keep)
             else:
-                relevance = list(LikelihoodRanker(self.scorer, "none").rank("", texts))
+                relevance = list(ranker.rank(job.question or "", texts))
             wanted = [job.parts[unit.part].wanted for unit in ranked]
             best_first = sorted(range(len(ranked)), key=lambda at: (not wanted[at], -relevance[at], at))
             room = job.budget * self.coarse
             most = len(ranked) if job.max_documents is None else job.max_documents
             place = {}
             for rank, at in enumerate(best_first):
-                place[id(ranked[at])] = (rank, wanted[at] or (room > 0 and rank < most))
+                stays = wanted[at] or (room > 0 and rank < most)
+                place[id(ranked[at])] = replace(ranked[at], rank=rank, worth=stays, known=known[at])
                 room -= job.count(texts[at])
-            units = [
-                replace(unit, rank=place[id(unit)][0], worth=place[id(unit)][1]) if id(unit) in place else unit
-                for unit in units
-            ]
+            units = [place.get(id(unit), unit) for unit in units]
         return units
 
     def _scored(self, work: list[tuple[_Job, Unit]], advanced: Callable[[int], None]) -> list[np.ndarray]:
@@ -420,30 +422,32 @@ class Compressor:
             for (job, unit), row in zip(work, found, strict=True)
         ]
 
-    def _iterative(self, job: _Job, unit: Unit, units: list[Unit], advanced: Callable[[int], None]) -> np.ndarray:
-        text = job.parts[unit.part].text
-        tokens = max(job.count(text), 1)
-        long = self.method == "longllmlingua"
-        return llmlingua.iterative_scores(
-            self.scorer,
-            text,
-            unit.row(job.pieces),
-            self._rates(job, units)[units.index(unit)],
-            segment_characters=max(1, round(self.segment * len(text) / tokens)),
-            question=job.question if long else None,
-            compare=self.compare,
-            advanced=advanced,
-        )
-
-    def _rates(self, job: _Job, units: list[Unit]) -> list[float]:
-        """The rate of each unit that is scored, from what the budget leaves for them."""
+    def _stretches(self, job: _Job, units: list[Unit]) -> list[llmlingua.Stretch]:
+        """What the causal methods read, each with its rate from what the budget leaves for all of them."""
+        long = self.method == "longllmlingua" and bool(job.question)
         worth = [unit for unit in units if unit.worth]
-        tokens = sum(job.count(unit.text(job.parts, job.pieces)) for unit in worth)
+        texts = [unit.text(job.parts, job.pieces) for unit in worth]
+        tokens = [max(job.count(text), 1) for text in texts]
         fixed = [(rate, job.count(part.text[start:end])) for part in job.parts for start, end, rate in part.fixed()]
-        rate = llmlingua.demonstrations_rate(job.budget, fixed, tokens)
-        ranked = [unit.rank for unit in worth if unit.rank is not None]
-        spread = iter(rates_by_rank(ranked, rate, self.dynamic)) if len(ranked) > 1 else iter([])
-        return [next(spread) if unit.worth and unit.rank is not None and len(ranked) > 1 else rate for unit in units]
+        rate = llmlingua.demonstrations_rate(job.budget, fixed, sum(tokens))
+        rates = [rate] * len(worth)
+        ranked = [at for at, unit in enumerate(worth) if unit.rank is not None]
+        if len(ranked) > 1:
+            spread = rates_by_rank([worth[at].rank or 0 for at in ranked], rate, self.dynamic)
+            for at, own in zip(ranked, spread, strict=True):
+                rates[at] = own
+        return [
+            llmlingua.Stretch(
+                text,
+                llmlingua.shifted(unit.row(job.pieces), unit.start(job.pieces)),
+                own,
+                segment_characters=max(1, round(self.segment * len(text) / n)),
+                question=job.question if long else None,
+                compare=self.compare and long,
+                known=unit.known,
+            )
+            for unit, text, n, own in zip(worth, texts, tokens, rates, strict=True)
+        ]
 
     def _cut(self, job: _Job, units: list[Unit], scores: dict[tuple[int, int], np.ndarray]) -> CompressedPrompt:
         texts = [part.text for part in job.parts]

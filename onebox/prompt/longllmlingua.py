@@ -33,25 +33,49 @@ class LikelihoodRanker:
     name: str = "r_k"
 
     def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]:
+        return self.read(question, documents)[0]
+
+    def read(
+        self, question: str, documents: Sequence[str], *, keep: bool = False
+    ) -> tuple[list[float], list[TokenScores | None]]:
+        """Relevance, and each document's surprisal after nothing as far as its first passage goes, if the ranking reads
+        that anyway; with `keep` (condition after) also the documents' own tokens are scored as they are read."""
         passages = [
             (index, document[at : at + _PASSAGE])
             for index, document in enumerate(documents)
             for at in range(0, max(len(document), 1), _PASSAGE)
         ]
         texts = [text for _, text in passages]
+        own: list[TokenScores] = []
         if self.condition == "none":
-            values = _means(self.scorer.score(texts))
+            own = self.scorer.score(texts)
+            values = _means(own)
         elif self.condition == "after":
-            asked = [question + self.restriction] * len(texts)
-            values = [-x for x in _means(self.scorer.score(asked, prefixes=[text + "\n\n" for text in texts]))]
+            asked = question + self.restriction
+            if keep:
+                joined = self.scorer.score([f"{text}\n\n{asked}" for text in texts])
+                own = [_between(scores, 0, len(text)) for text, scores in zip(texts, joined, strict=True)]
+                found = [_between(s, len(text) + 2, math.inf) for text, s in zip(texts, joined, strict=True)]
+            else:
+                found = self.scorer.score([asked] * len(texts), prefixes=[text + "\n\n" for text in texts])
+            values = [-x for x in _means(found)]
         else:
             values = [-x for x in _means(self.scorer.score(texts, prefixes=[question + "\n\n"] * len(texts)))]
             if self.compare:
-                values = [a + b for a, b in zip(values, _means(self.scorer.score(texts)), strict=True)]
+                own = self.scorer.score(texts)
+                values = [a + b for a, b in zip(values, _means(own), strict=True)]
         best = [-math.inf] * len(documents)
-        for (index, _), value in zip(passages, values, strict=True):
+        first: list[TokenScores | None] = [None] * len(documents)
+        for at, ((index, _), value) in enumerate(zip(passages, values, strict=True)):
             best[index] = max(best[index], value if math.isfinite(value) else -math.inf)
-        return best
+            if own and first[index] is None:
+                first[index] = own[at]
+        return best, first
+
+
+def _between(scores: TokenScores, start: int, end: float) -> TokenScores:
+    inside = (scores.starts >= start) & (scores.starts < end)
+    return TokenScores(scores.starts[inside], scores.ends[inside], scores.scores[inside])
 
 
 def _means(scored: Sequence[TokenScores]) -> list[float]:

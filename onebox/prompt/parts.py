@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from onebox.prompt.ranking import Bm25Ranker
+from onebox.prompt.scoring import TokenScores
 from onebox.prompt.segments import Piece
 
 Progress = Callable[[int, int], None]
@@ -44,7 +45,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces [first, past) of a part. `rank` 0 is the most relevant; only a unit that is `worth` it is scored."""
+    """Pieces [first, past) of a part. `rank` 0 is the most relevant; only a unit that is `worth` it is scored. `known`:
+    surprisal of its first passage, where the ranking has read it."""
 
     part: int
     first: int
@@ -53,6 +55,7 @@ class Unit:
     ranked: bool
     worth: bool = True
     rank: int | None = None
+    known: TokenScores | None = None
 
     def row(self, pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
         return list(pieces[self.part][self.first : self.past])
