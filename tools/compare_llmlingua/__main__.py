@@ -1,6 +1,6 @@
 """Ours against the reference package and simple baselines: what survives, how well budgets are met, how long it takes.
 
-    python -m tools.compare_llmlingua run DATA --model MODEL --reference REF_PYTHON --sets nq20 --n 30 --items items.jsonl
+    python -m tools.compare_llmlingua run DATA --model MODEL --reference PYTHON --sets nq20 --n 30 --items items.jsonl
     python -m tools.compare_llmlingua table items.jsonl --out results/prompt_compare.jsonl
 
 `run` keeps one worker a side and asks them one after the other for the same case, so both see the same machine. Every
@@ -154,7 +154,9 @@ def rows(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row |= {"median_cpu_s": record.rounded(statistics.median(item["cpu_seconds"] for item in good))}
             for against in ("reference LongLLMLingua", "reference LLMLingua"):
                 other = groups.get((name, against, ratio), {})
-                both = [case for case, item in group.items() if "error" not in {**item, **other.get(case, {"error": 1})}]
+                both = [
+                    case for case, item in group.items() if "error" not in {**item, **other.get(case, {"error": 1})}
+                ]
                 if both and method.startswith("ours"):
                     key = "speedup_long" if "Long" in against else "speedup_llmlingua"
                     for suffix, unit in (("", "seconds"), ("_cpu", "cpu_seconds")):

@@ -1,8 +1,8 @@
 """What is compressed, and what should survive. Takes the data files; gives cases: documents, a question, gold units.
 
-    nq10, nq20   NaturalQuestions: the gold passage first, in the middle or last among passages of other questions
-    qmsum        turns of a QMSum meeting around the lines that answer a query
-    gsm8k        eight solved problems before a ninth
+nq10, nq20   NaturalQuestions: the gold passage first, in the middle or last among passages of other questions
+qmsum        turns of a QMSum meeting around the lines that answer a query
+gsm8k        eight solved problems before a ninth
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _passage(row: dict[str, Any]) -> str:
 
 
 def meetings(path: Path, n: int, count: Count, tokens: int) -> list[Case]:
-    """Windows of about `tokens` (0: whole meetings). Queries whose evidence is at most an eighth of that, so that all of
-    it could survive at 8x; gold: the words that stand in the evidence and nowhere else in the window."""
+    """Windows of about `tokens` (0: whole meetings). Queries whose evidence is at most an eighth of that, so that all
+    of it could survive at 8x; gold: the words that stand in the evidence and nowhere else in the window."""
     rng = random.Random(0)
     found = []
     with path.open(encoding="utf-8") as file:
@@ -143,7 +143,9 @@ def problems(path: Path, n: int, shots: int = 8) -> list[Case]:
         for row in drawn:
             steps, _, answer = row["answer"].partition("\n####")
             steps = regex.sub(r"<<.*?>>", "", steps)
-            shown.append(f"Question: {row['question']}\nLet's think step by step\n{steps}\nThe answer is {answer.strip()}")
+            shown.append(
+                f"Question: {row['question']}\nLet's think step by step\n{steps}\nThe answer is {answer.strip()}"
+            )
             gold.append([f"The answer is {answer.strip()}"])
         cases.append(Case(f"gsm8k/{index}", shown, asked["question"], gold, shown))
     return cases
