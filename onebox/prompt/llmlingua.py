@@ -53,7 +53,8 @@ class Stretch:
             return []
         size = self.row[-1].end - self.row[0].lead
         most = size / max(1, round(size / self.segment_characters))
-        found, begin = [], 0
+        found: list[tuple[int, int]] = []
+        begin = 0
         for end in range(1, len(self.row) + 1):
             done = end == len(self.row)
             if done or self.row[end].end - self.row[0].lead > most * (len(found) + 1) + 1e-6:
@@ -88,7 +89,7 @@ def iterative_scores(
     found: list[np.ndarray] = [np.zeros(len(stretch.row)) for stretch in work]
     for at, stretch in enumerate(work):
         if len(rounds[at]) > _TOGETHER:
-            found[at] = _along_a_chain(scorer, stretch, advanced)
+            found[at] = along_a_chain(scorer, stretch, advanced)
     tails = [""] * len(work)
     for number in range(max((len(rounds[at]) for at in short), default=0)):
         active = [at for at in short if number < len(rounds[at])]
@@ -117,7 +118,10 @@ def iterative_scores(
     return found
 
 
-def _along_a_chain(scorer: Scorer, stretch: Stretch, advanced: Callable[[int], None]) -> np.ndarray:
+def along_a_chain(
+    scorer: Scorer, stretch: Stretch, advanced: Callable[[int], None] = lambda characters: None
+) -> np.ndarray:
+    """One stretch, segment after segment."""
     chain = chain_of(scorer, "" if stretch.compare else stretch.prefix)
     given = chain_of(scorer, stretch.prefix) if stretch.compare and stretch.question else None
     out = np.zeros(len(stretch.row))
