@@ -142,10 +142,15 @@ def test_what_the_ranking_has_read_is_not_read_again(causal: CausalScorer) -> No
         documents=documents, question=question, rate=0.6, append_question=False
     )
     assert len(read) == len(documents) and all(question in text for text in read)
-    again = Compressor("longllmlingua", scorer=scorer, ranker=LikelihoodRanker(causal), segment=500).compress(
+    ranker = CallableRanker(lambda asked, texts: LikelihoodRanker(causal).read(asked, texts, keep=True)[0])
+    again = Compressor("longllmlingua", scorer=scorer, ranker=ranker, segment=500).compress(
         documents=documents, question=question, rate=0.6, append_question=False
     )
     assert reused.text == again.text and len(read) > len(documents)
+    together, kept = LikelihoodRanker(causal).read(question, documents, keep=True)
+    np.testing.assert_allclose(together, LikelihoodRanker(causal).rank(question, documents), rtol=0.05)
+    for scores, text in zip(kept, documents, strict=True):
+        np.testing.assert_allclose(scores.scores, causal.score([text])[0].scores, atol=1e-4)
 
 
 def test_the_cached_chain_scores_as_the_plain_one(causal: CausalScorer) -> None:

@@ -69,10 +69,12 @@ def broken(case: Case, output: str) -> float:
 def natural_questions(path: Path, n: int, documents: int) -> list[Case]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
-    rng = random.Random(0)
+    order = list(range(len(rows)))
+    random.Random(0).shuffle(order)
     cases = []
-    for index, row in enumerate(rng.sample(rows, n)):
-        others = [r for r in rng.sample(rows, documents + 4) if r["question"] != row["question"]][: documents - 1]
+    for index, row in enumerate(rows[at] for at in order[:n]):  # more cases begin with the same ones
+        drawn = random.Random(index).sample(rows, documents + 4)
+        others = [other for other in drawn if other["question"] != row["question"]][: documents - 1]
         texts = [_passage(other) for other in others]
         place = (0, documents // 2, documents - 1)[index % 3]
         texts.insert(place, _passage(row))
