@@ -16,6 +16,7 @@ from onebox.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_DRAFT_LEN = 4
+STATE_DTYPES = ("float32", "bfloat16")
 DRAFT_METHODS = ("mtp", "ngram")
 
 
@@ -25,6 +26,8 @@ class EngineConfig:
 
     `gpu_memory_utilization` is the share of the device's memory that everything here may use, as in vLLM;
     `memory_floor_gb` is left free of what is available (None: 8 on unified memory, up to 8 on a CPU, 1 beside it).
+    `state_dtype` bfloat16 halves recurrent states; they are rounded at every step, so text then depends on draft length
+    and chunks (docs/log.md has the error).
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `draft_method` "ngram" drafts what
     followed the newest `lookup_min` to `lookup_max` tokens where they stood before. `adaptive_drafts` lets each request
     draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost.
@@ -36,6 +39,7 @@ class EngineConfig:
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    state_dtype: str = "float32"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
@@ -63,6 +67,7 @@ class EngineConfig:
 
         check(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", "auto, cpu, cuda or cuda:N")
         check(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES))
+        check(self.state_dtype in STATE_DTYPES, "state_dtype", "one of " + ", ".join(STATE_DTYPES))
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         check(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
@@ -93,6 +98,8 @@ class EngineConfig:
             raise ConfigError(f"device {device!r}: the last CUDA device visible here is cuda:{cuda_devices - 1}.")
         if self.fused and not device.startswith("cuda"):
             raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
+        if self.state_dtype != "float32" and device != "cpu":
+            raise ConfigError("state_dtype bfloat16 is served on a CPU alone: the kernels keep fp32 states.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         fast = device.startswith("cuda") and dtype != "float32"
         fused = fast if self.fused is None else self.fused

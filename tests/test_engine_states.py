@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from onebox.config import EngineConfig
+from onebox.engine.engine import Engine
 from onebox.engine.states import LoadState, OffloadState, Snapshot, SnapshotSlots
+from onebox.errors import ConfigError
+from onebox.request import Request, SamplingParams
 
 
 def filled(n_device: int, n_host: int, n: int) -> tuple[SnapshotSlots, list[Snapshot], list[Snapshot]]:
@@ -61,3 +68,30 @@ def test_check_finds_a_slot_held_twice() -> None:
     b.device = a.device
     with pytest.raises(AssertionError, match="twice"):
         slots.check()
+
+
+def test_sixteen_bit_states_are_half_the_bytes_and_are_kept_restored_and_answered_from() -> None:
+    tiny = str(Path(__file__).parent.parent / "onebox" / "models" / "tiny")
+    prompt, said = tuple(range(100, 230)), []
+    for state_dtype in ("float32", "bfloat16"):
+        engine = Engine(EngineConfig(tiny, device="cpu", draft_len=2, state_dtype=state_dtype))
+        for name in ("cold", "warm"):
+            engine.add(Request(name, prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)))
+            while engine.has_work:
+                outputs = engine.step()
+            said.append(outputs[-1].cached_tokens)
+        state = engine.runner.cache.gdn[0].s
+        assert state.dtype == getattr(torch, state_dtype) and state.isfinite().all() and state.abs().sum() > 0
+        assert engine.runner.cache.snapshots[0].s.dtype == state.dtype
+        whole = [t for g in engine.runner.cache.gdn for t in (g.s, g.k, g.v, g.g, g.beta, g.conv)]
+        whole.append(engine.runner.cache.hidden)
+        assert sum(t.numel() * t.element_size() for t in whole) == engine.plan.states
+    assert said == [0, 129, 0, 129]
+
+
+def test_sixteen_bit_states_are_refused_where_kernels_keep_fp32_ones() -> None:
+    config = EngineConfig("m", device="cuda", state_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="state_dtype bfloat16"):
+        config.resolve_device(cuda_devices=1)
+    with pytest.raises(ConfigError, match="state_dtype"):
+        EngineConfig("m", state_dtype="float8")

@@ -87,6 +87,7 @@ class Engine:
             dtype=model.dtype,
             device=model.device,
             mtp=model.mtp is not None,
+            state_dtype=getattr(torch, config.state_dtype),
         )
         self.runner = GraphRunner(model, cache)
         self.grammars = Grammars(Path(config.model) / "tokenizer.json", spec.vocab, self.eos_token_ids)

@@ -157,7 +157,8 @@ class Sizes:
     @classmethod
     def of(cls, config: EngineConfig, spec: Spec, *, draft_len: int, mtp: bool) -> Sizes:
         element = float(getattr(torch, config.dtype).itemsize)
-        build = Build(kv="fp32" if element == 4 else "bf16")
+        state = "fp32" if config.state_dtype == "float32" else "bf16"
+        build = Build(kv="fp32" if element == 4 else "bf16", state=state)
         return cls(
             page=kv_bytes_per_token(spec, build, mtp=mtp) * PAGE_SIZE,
             slot=slot_bytes(spec, 1 + draft_len, build, element=element),

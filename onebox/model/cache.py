@@ -23,7 +23,7 @@ class GdnState:
     `conv_width - 1` rows before the window, then the window's own.
     """
 
-    s: Tensor  # [n_slots, Hv, Dk, Dv] fp32
+    s: Tensor  # [n_slots, Hv, Dk, Dv] fp32, or 16-bit between steps
     k: Tensor  # [n_slots, W, Hk, Dk], unit vectors
     v: Tensor  # [n_slots, W, Hv, Dv]
     g: Tensor  # [n_slots, W, Hv] fp32, log decay
@@ -35,7 +35,7 @@ class GdnState:
 class GdnSnapshot:
     """One layer's saved states, a row a snapshot: nothing pending."""
 
-    s: Tensor  # [n_snapshots, Hv, Dk, Dv] fp32
+    s: Tensor  # [n_snapshots, Hv, Dk, Dv], as a slot's
     conv: Tensor  # [n_snapshots, conv_width - 1, C]
 
 
@@ -66,6 +66,7 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device,
         mtp: bool,
+        state_dtype: torch.dtype = torch.float32,
     ) -> Cache:
         """Zeroed memory for `n_pages` pages and `n_slots` slots (both count the null one); `window` rows a slot."""
 
@@ -79,7 +80,7 @@ class Cache:
             kv=tuple(zeros(n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim) for _ in range(n_attention)),
             gdn=tuple(
                 GdnState(
-                    s=zeros(n_slots, hv, dk, dv, of=fp32),
+                    s=zeros(n_slots, hv, dk, dv, of=state_dtype),
                     k=zeros(n_slots, window, hk, dk),
                     v=zeros(n_slots, window, hv, dv),
                     g=zeros(n_slots, window, hv, of=fp32),
@@ -90,7 +91,9 @@ class Cache:
             ),
             hidden=zeros(n_slots, 1 + window, spec.hidden),
             snapshots=tuple(
-                GdnSnapshot(s=zeros(n_snapshots, hv, dk, dv, of=fp32), conv=zeros(n_snapshots, history, channels))
+                GdnSnapshot(
+                    s=zeros(n_snapshots, hv, dk, dv, of=state_dtype), conv=zeros(n_snapshots, history, channels)
+                )
                 for _ in range(spec.n_gdn_layers)
             ),
             snapshot_hidden=zeros(n_snapshots, spec.hidden),
@@ -106,7 +109,7 @@ class Cache:
         rows = torch.tensor([commit], device=self.hidden.device)
         for state, saved in zip(self.gdn, self.snapshots, strict=True):
             pending = (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None])
-            saved.s[snapshot] = apply_rows_ref(state.s[slot, None], pending, rows)[0]
+            saved.s[snapshot] = apply_rows_ref(state.s[slot, None].float(), pending, rows)[0]
             saved.conv[snapshot] = state.conv[slot, commit : commit + saved.conv.shape[1]]
         self.snapshot_hidden[snapshot] = self.hidden[slot, commit]
 

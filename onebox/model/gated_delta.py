@@ -72,7 +72,7 @@ def _prefill(
         before = state.conv[slot, commit : commit + history]
         inputs = torch.cat((torch.zeros_like(before) if fresh else before, mixed[start:end]))
         pending = (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None])
-        s = apply_rows_ref(state.s[slot, None], pending, batch.commit[b, None])[0]
+        s = apply_rows_ref(state.s[slot, None].float(), pending, batch.commit[b, None])[0]
         q, k, v = _split(causal_conv_ref(inputs[history:], inputs[:history], w.conv), spec)
         s = torch.zeros_like(s) if fresh else s
         out[start:end], state.s[slot] = delta_rule_chunked_ref(q, k, v, g[start:end], beta[start:end], s)
@@ -96,7 +96,8 @@ def _window(
     k, v = k.to(state.k.dtype).float(), v.to(state.v.dtype).float()  # as the next window will read them
     g, beta = torch.where(valid[..., None], g[rows], 0.0), torch.where(valid[..., None], beta[rows], 0.0)
     pending = (state.k[slot], state.v[slot], state.g[slot], state.beta[slot])
-    out, state.s[slot] = delta_rule_window_ref(q, k, v, g, beta, state.s[slot], pending, batch.commit)
+    out, s = delta_rule_window_ref(q, k, v, g, beta, state.s[slot].float(), pending, batch.commit)
+    state.s[slot] = s.to(state.s.dtype)
     state.k[slot, :width] = k.to(state.k.dtype)
     state.v[slot, :width] = v.to(state.v.dtype)
     state.g[slot, :width] = g

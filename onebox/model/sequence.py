@@ -40,7 +40,7 @@ def even_batch(tokens: Tensor, start: int, table: Tensor) -> Batch:
 class Sequences:
     """`n` sequences of one model, all fed the same number of tokens at a time."""
 
-    def __init__(self, model: Qwen35, n: int, max_tokens: int) -> None:
+    def __init__(self, model: Qwen35, n: int, max_tokens: int, *, state_dtype: torch.dtype = torch.float32) -> None:
         self.model, self.length = model, 0
         self.table = page_table(n, max_tokens, model.device)
         self.cache = Cache.allocate(
@@ -52,6 +52,7 @@ class Sequences:
             dtype=model.dtype,
             device=model.device,
             mtp=model.mtp is not None,
+            state_dtype=state_dtype,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
