@@ -320,3 +320,11 @@ def test_the_prompt_library_imports_no_engine_and_no_torch() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("It took 4,312 in all.", "4,312"), ("A 12 in. pipe", "12 in"), ("5 km/h", "5 km/h")]
+)
+def test_a_unit_is_one_only_where_it_can_be(text: str, number: str) -> None:
+    pieces = text_pieces(text, 0, len(text), Bonds(), Options())
+    assert [text[p.start : p.end] for p in pieces if p.kind == "number"] == [number]

@@ -110,7 +110,7 @@ _MONTH = (
 )
 _UNIT = (
     r"(?:%|‰|°[CFK]?|[kKMGTP]i?[Bb](?:/s|ps)?|[kMG]?bps|[kMGT]?Hz|km/h|mph|m/s|(?:[munpkcd]?[mgslLVAWJN]|k?cal|mol|kWh|MW|GW|"
-    r"ms|min|mins|hrs?|hours?|days?|weeks?|months?|years?|secs?|seconds?|minutes?|ft|in|lbs?|oz|px|pt|tokens?|bytes?|"
+    r"ms|min|mins|hrs?|hours?|days?|weeks?|months?|years?|secs?|seconds?|minutes?|ft|in(?=[.,;:)x×]|\s*$)|lbs?|oz|px|pt|tokens?|bytes?|"
     r"percent|million|billion|trillion|thousand|dozen|degrees?|people|miles?|meters?|metres?|tons?|tonnes?|USD|EUR|GBP|JPY|CNY|CHF|BTC)"
     r"(?:/(?:[munk]?[mgslL]|kg|h|s|day|year|month|hour|min|second|token))?(?![\p{L}\p{N}_]))"
 )
