@@ -214,7 +214,7 @@ def test_the_event_loop_goes_on_while_a_prompt_is_compressed_and_a_hang_up_ends_
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        assert time.perf_counter() - begun < 2
+        assert time.perf_counter() - begun < 20  # of the 60 that it would take
         assert intake.savings.abandoned == 1
 
     asyncio.run(run())
@@ -310,7 +310,7 @@ def test_a_client_that_hangs_up_ends_the_compression_of_its_prompt(monkeypatch: 
             await asyncio.sleep(0.5)
             assert not call.done()
             gone.set()
-            await asyncio.wait_for(call, 2)
+            await asyncio.wait_for(call, 20)
             assert app.state.service.intake.savings.abandoned == 1
 
     asyncio.run(run())

@@ -340,7 +340,7 @@ def test_over_sockets_a_hang_up_reaches_the_server_behind() -> None:
         assert not engine.cancelled
         stream.close()
         client.close()
-        for _ in range(100):
+        for _ in range(500):
             if engine.cancelled:
                 break
             time.sleep(0.02)
