@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from serving import app_of, running, saying
-from test_server_intake import in_place  # noqa: F401  # compression in place: a process for each example is slow
+from test_server_intake import in_place, phrases  # noqa: F401  # a process and a trained head are slow here
 
 
 def is_no_server_error(_: object, response: schemathesis.Response, case: schemathesis.Case) -> None:
@@ -30,6 +30,7 @@ def url() -> Iterator[str]:
         yield url
 
 
+pytestmark = pytest.mark.usefixtures("phrases")
 schema = schemathesis.openapi.from_dict(app_of(saying("x")).openapi())
 CALM = {
     "deadline": None,
@@ -43,11 +44,11 @@ CALM = {
 @schema.parametrize()
 @settings(max_examples=20, **CALM)
 def test_no_request_gets_an_undocumented_answer(url: str, case: schemathesis.Case) -> None:
-    case.call_and_validate(base_url=url, checks=CHECKS, timeout=20)
+    case.call_and_validate(base_url=url, checks=CHECKS, timeout=60)
 
 
 @pytest.mark.slow
 @schema.parametrize()
 @settings(max_examples=150, **CALM)
 def test_no_request_of_many_gets_an_undocumented_answer(url: str, case: schemathesis.Case) -> None:
-    case.call_and_validate(base_url=url, checks=CHECKS, timeout=20)
+    case.call_and_validate(base_url=url, checks=CHECKS, timeout=60)
