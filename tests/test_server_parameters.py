@@ -23,7 +23,8 @@ BASE: dict[str, dict[str, Any]] = {
 EXPECTED = """
 max_completion_tokens n logprobs top_logprobs logit_bias seed stop response_format tools tool_choice
 parallel_tool_calls reasoning_effort stream_options user top_k min_p repetition_penalty min_tokens
-stop_token_ids ignore_eos structured_outputs chat_template_kwargs thinking_token_budget include_reasoning continue_final_message prompt_logprobs
+stop_token_ids ignore_eos structured_outputs chat_template_kwargs thinking_token_budget
+include_reasoning continue_final_message prompt_logprobs
 cache_salt priority return_token_ids truncate_prompt_tokens
 """
 
