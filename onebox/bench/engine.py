@@ -10,6 +10,7 @@ import argparse
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,6 +81,9 @@ def main() -> None:
     parser.add_argument(
         "--force-acceptance", type=float, nargs="+", default=[0.9, 0.8, 0.7], help="random weights only"
     )
+    parser.add_argument("--draft-vocab", type=int, help="drafts come from the first so many tokens")
+    parser.add_argument("--mtp-format", choices=("bf16", "fp8", "int4"), help="another format for the drafter's block")
+    parser.add_argument("--layers", type=int, help="only the first layers: for a quick look, never for a claim")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
@@ -90,7 +94,13 @@ def main() -> None:
         parser.error("name one of --model and --shape")
     random_model = None
     if args.shape:
-        random_model = random_model_weights(SHAPES[args.shape], BUILDS[args.build], torch.device("cuda", 0))
+        spec, build = SHAPES[args.shape], BUILDS[args.build]
+        spec = replace(spec, layer_types=spec.layer_types[: args.layers])
+        if args.mtp_format:
+            build = replace(build, mtp_experts=args.mtp_format, mtp_dense=args.mtp_format)
+        random_model = random_model_weights(spec, build, torch.device("cuda", 0))
+        if args.draft_vocab:
+            random_model = replace(random_model, draft_vocab=args.draft_vocab)
     for k in args.k:
         forced: tuple[float, ...] = ()
         if random_model is None:
@@ -114,6 +124,8 @@ def main() -> None:
                     "batch": batch,
                     "k": k,
                     "forced_acceptance": list(forced),
+                    "draft_vocab": args.draft_vocab,
+                    "mtp_format": args.mtp_format or "build's",
                     "prompt": args.prompt,
                     "ms_per_step": rounded(ms),
                     "tokens_per_step": rounded(per_step),
@@ -121,7 +133,8 @@ def main() -> None:
                     "prefill_ms": rounded(prefill),
                 }
                 print(record, flush=True)
-                append(args.out, record | environment(torch.device("cuda", 0), args.commit))
+                if args.layers is None:
+                    append(args.out, record | environment(torch.device("cuda", 0), args.commit))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import torch
 
 from onebox.bench.random_model import RandomModel, Rows, pages_each
 from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
-from onebox.kernels import configs, gated_delta, head, linear, moe, paged_attention
+from onebox.kernels import configs, experts, gated_delta, head, linear, moe, paged_attention
+from onebox.kernels.moe_ref import Chosen
 from onebox.kernels.weights import nbytes
 from onebox.ledger import BUILDS, SHAPES
 
@@ -44,14 +45,13 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
     attention = [layer for layer in model.layers if layer.head_norms is not None]
     first = model.layers[0]
     pairs = linear.wants_pairs(first.down), linear.wants_pairs(first.shared_down)
-    routings = [
-        moe.route(h, x.router, x.shared_gate, x.shared_gate_up, spec.top_k, eps, work, pairs[1])[0]
-        for x in model.layers
-    ]
+    by_row = experts.takes(first.gate_up, first.down)
+    routers = [(h, x.router, x.shared_gate, x.shared_gate_up, spec.top_k, eps, work, pairs[1]) for x in model.layers]
+    route = moe.choose if by_row else moe.route
+    routings = [route(*r)[0] for r in routers]
     slots = sum(float(r.count) for r in routings) / len(routings)
     hidden = linear.normalize(h, eps)
-    hidden_row = moe.route(h, first.router, first.shared_gate, first.shared_gate_up, spec.top_k, eps, work, pairs[1])[1]
-    z, added = moe.gate_up(h, routings[0], first.gate_up, hidden_row, first.shared_down, eps, pairs)
+    hidden_row = route(*routers[0])[1]
     one = 1 / spec.n_experts
     out: list[Piece] = []
 
@@ -115,28 +115,27 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
             ],
             nbytes(attention[0].out),
         )
-    top_k = spec.top_k
     add(
         "route",
         "route",
-        [
-            partial(moe.route, h, x.router, x.shared_gate, x.shared_gate_up, top_k, eps, work, pairs[1])
-            for x in model.layers
-        ],
+        [partial(route, *r) for r in routers],
         nbytes(first.router) + nbytes(first.shared_gate_up),
     )
-    add(
-        "gate_up",
-        "gate_up",
-        [partial(moe.gate_up, h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs) for x, r in layers],
-        nbytes(first.gate_up) * one * (slots - 1) + nbytes(first.shared_down),
-    )
-    add(
-        "down",
-        "down",
-        [partial(moe.down, z, added, r, x.down, h, x.mlp_norm, work, pairs[0]) for x, r in layers],
-        nbytes(first.down) * one * (slots - 1),
-    )
+    up_bytes = nbytes(first.gate_up) * one * (slots - 1) + nbytes(first.shared_down)
+    down_bytes = nbytes(first.down) * one * (slots - 1)
+    ups: list[Callable[[], object]] = []
+    downs: list[Callable[[], object]] = []
+    for x, r in layers:
+        if isinstance(r, Chosen):
+            z = experts.gate_up(h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs[1])
+            ups.append(partial(experts.gate_up, h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs[1]))
+            downs.append(partial(experts.down, *z, r, x.down, h, x.mlp_norm, work))
+        else:
+            y, added = moe.gate_up(h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs)
+            ups.append(partial(moe.gate_up, h, r, x.gate_up, hidden_row, x.shared_down, eps, pairs))
+            downs.append(partial(moe.down, y, added, r, x.down, h, x.mlp_norm, work, pairs[0]))
+    add("gate_up", "row_gate_up" if by_row else "gate_up", ups, up_bytes)
+    add("down", "row_down" if by_row else "down", downs, down_bytes)
     add("head", "head", [partial(head.head, hidden, model.head, work, with_logits=False)] * 2, nbytes(model.head))
     add(
         "ends",
@@ -185,6 +184,8 @@ CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
     "linear_add": {"warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2, 4), "programs": (2, 3, 6)},
     "gate_up": {"block_n": (32, 64), "warps": (2, 4), "stages": (2, 3, 4), "unroll": (2, 4, 8)},
     "down": {"warps": (4, 8), "stages": (2, 3, 4), "unroll": (1, 2, 4)},
+    "row_gate_up": {"warps": (4, 8, 16), "registers": (0, 96, 128)},
+    "row_down": {"block_n": (16, 32, 64), "warps": (4, 8), "registers": (0, 128)},
     "route": {"warps": (1, 2), "programs": (1, 2, 4), "stages": (2, 3, 4)},
     "shared": {"block_n": (32,), "unroll": (1, 2, 4), "programs": (2, 4, 8)},
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
@@ -198,7 +199,7 @@ USERS = {"shared": ("route", "gate_up")}  # kernels that a configuration beside 
 def candidates(kernel: str) -> list[dict[str, int | bool]]:
     choices = CHOICES[kernel]
     every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    if kernel in ("gated_delta", "linear_add", "down", "shared"):
+    if kernel in ("gated_delta", "linear_add", "down", "shared", "row_gate_up", "row_down"):
         return every
     return [c for c in every if c.get("block_n", 64) >= 16 * c.get("warps", 4)]
 

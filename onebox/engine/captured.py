@@ -262,7 +262,7 @@ class _Graph:
                 batch = self._batch(drafts[-1][:, None], position, table, self.single_start)
                 hidden = self.model.draft_forward(batch, hidden, self.cache)
                 position = position + 1
-            drafts.append(sample(self.model.logits(hidden), self._sampling(position)))
+            drafts.append(sample(self.model.draft_logits(hidden), self._sampling(position)))
         return torch.stack(drafts, dim=1)
 
     def _batch(

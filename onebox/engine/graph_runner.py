@@ -83,7 +83,7 @@ class GraphRunner:
                 break
             sequences = [sequences[j] for j in keep]
             hidden = hidden[keep]
-            for s, token in zip(sequences, self._choose(self.model.logits(hidden), sequences), strict=True):
+            for s, token in zip(sequences, self._choose(self.model.draft_logits(hidden), sequences), strict=True):
                 s.drafts.append(token)
             if i + 1 == passes:
                 break

@@ -18,7 +18,10 @@ INTERPRET = bool(triton.knobs.runtime.interpret)  # kernels run as Python on CPU
 
 @dataclass(frozen=True)
 class Config:
-    """Rows of a weight tile, warps, loads in flight, scale groups an iteration, programs a multiprocessor."""
+    """Rows of a weight tile, warps, loads in flight, scale groups an iteration, programs a multiprocessor.
+
+    `registers` is the most a thread may have; 0 leaves it to the compiler.
+    """
 
     block_n: int = 64
     warps: int = 4
@@ -26,6 +29,7 @@ class Config:
     unroll: int = 1
     programs: int = 3
     prefetch: bool = False
+    registers: int = 0
 
 
 PATH = Path(__file__).with_name("configs.json")

@@ -358,10 +358,12 @@ def empty_residual(rows: int, width: int, tile: int, like: Tensor, dtype: torch.
     )
 
 
-def launch(device: torch.device, warps: int) -> dict[str, int | bool]:
+def launch(device: torch.device, warps: int, registers: int = 0) -> dict[str, int | bool]:
     """Launch options common to all kernels."""
     mode = configs.pdl(device)
     options: dict[str, int | bool] = {"PDL": mode, "num_warps": warps}
+    if registers:
+        options["maxnreg"] = registers
     if mode:
         options["launch_pdl"] = True
     return options

@@ -14,7 +14,7 @@ from torch import Tensor
 from onebox.kernels import configs
 from onebox.kernels.linear import Operand, Workspace, empty_residual, inline_asm, launch, reads_digits, row_tile
 from onebox.kernels.linear_ref import Residual
-from onebox.kernels.moe_ref import Routing
+from onebox.kernels.moe_ref import Chosen, Routing
 from onebox.kernels.tile import (
     BF16,
     add_to_residual,
@@ -37,25 +37,38 @@ from onebox.kernels.weights import Weight
 
 
 @triton.jit
+def _row_logits(
+    partial_ptr, squares_ptr, t, n_parts, n_rows, eps, E, H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr,
+    EXPERTS: tl.constexpr, SPLITS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The parts of row t's logits summed, -inf past the last expert, and its shared expert's gate."""
+    e, one = tl.arange(0, EXPERTS), tl.arange(0, 1)
+    inside = e < E
+    logits = tl.zeros([EXPERTS], tl.float32)
+    gate = 0.0
+    for s in tl.static_range(SPLITS):
+        row = partial_ptr + (s * T + t) * WIDE
+        logits += tl.load(row + e, mask=inside, other=0.0, cache_modifier=".cg")
+        gate += tl.load(row + EXPERTS, cache_modifier=".cg")
+    rms = tl.max(inverse_rms(load_squares(squares_ptr, t + one, one == 0, n_parts, n_rows, PARTS), H, eps), axis=0)
+    return tl.where(inside, logits * rms, float("-inf")), tl.sigmoid(gate * rms)
+
+
+@triton.jit
 def _choose(
     partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
     H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     SPLITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts of the logits, choose and weigh experts row by row, list the experts met."""
-    e, one = tl.arange(0, EXPERTS), tl.arange(0, 1)
+    """Choose and weigh experts row by row, list the experts met."""
+    e = tl.arange(0, EXPERTS)
     inside = e < E
     met = tl.zeros([EXPERTS], tl.int32)
     # a row at a time, in one warp's registers: a tile of rows would cross warps eight times for its eight best
     for t in range(n_rows):
-        logits = tl.zeros([EXPERTS], tl.float32)
-        gate = 0.0
-        for s in tl.static_range(SPLITS):
-            row = partial_ptr + (s * T + t) * WIDE
-            logits += tl.load(row + e, mask=inside, other=0.0, cache_modifier=".cg")
-            gate += tl.load(row + EXPERTS, cache_modifier=".cg")
-        rms = tl.max(inverse_rms(load_squares(squares_ptr, t + one, one == 0, n_parts, n_rows, PARTS), H, eps), axis=0)
-        left = tl.where(inside, logits * rms, float("-inf"))
+        left, gate = _row_logits(
+            partial_ptr, squares_ptr, t, n_parts, n_rows, eps, E, H, PARTS, T, EXPERTS, SPLITS, WIDE
+        )
         best = tl.max(left, axis=0)
         total = 0.0
         weight = tl.zeros([EXPERTS], tl.float32)
@@ -69,7 +82,7 @@ def _choose(
         met = tl.maximum(met, (weight > 0).to(tl.int32))
         # kept where this row's first part was
         tl.store(partial_ptr + t * WIDE + e, weight, mask=inside)
-        tl.store(weight_ptr + t, tl.sigmoid(gate * rms))
+        tl.store(weight_ptr + t, gate)
     tl.debug_barrier()
     slot = tl.cumsum(met, axis=0)  # slot 0 is the shared expert
     tl.store(expert_ptr + slot, e, mask=met > 0)
@@ -77,6 +90,44 @@ def _choose(
     for t in range(n_rows):
         weight = tl.load(partial_ptr + t * WIDE + e, mask=inside, other=0.0)
         tl.store(weight_ptr + slot * n_rows + t, weight, mask=met > 0)
+
+
+@triton.jit
+def _choose_row(
+    partial_ptr, squares_ptr, t, n_parts, n_rows, eps, gate_ptr, share_ptr, choice_ptr, E,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Choose and weigh row t's experts, best first."""
+    e, j = tl.arange(0, EXPERTS), tl.arange(0, SLOTS)
+    left, gate = _row_logits(partial_ptr, squares_ptr, t, n_parts, n_rows, eps, E, H, PARTS, T, EXPERTS, SPLITS, WIDE)
+    best = tl.max(left, axis=0)
+    total = 0.0
+    shares, choices = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(TOP_K):
+        top, index = tl.max(left, axis=0, return_indices=True)
+        share = tl.exp(top - best)
+        shares, choices = tl.where(j == i, share, shares), tl.where(j == i, index, choices)
+        left = tl.where(e == index, float("-inf"), left)
+        total += share
+    tl.store(share_ptr + t * TOP_K + j, shares / total, mask=j < TOP_K)
+    tl.store(choice_ptr + t * TOP_K + j, choices, mask=j < TOP_K)
+    tl.store(gate_ptr + t, gate)
+
+
+@triton.jit
+def _choose_kernel(
+    partial_ptr, squares_ptr, n_parts, n_rows, eps, gate_ptr, share_ptr, choice_ptr, E,
+    H: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr, WIDE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_next(PDL)
+    wait_previous(PDL)
+    launch_next_late(PDL)
+    _choose_row(
+        partial_ptr, squares_ptr, tl.program_id(0), n_parts, n_rows, eps, gate_ptr, share_ptr, choice_ptr, E,
+        H, PARTS, T, EXPERTS, TOP_K, SPLITS, WIDE, SLOTS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -128,10 +179,10 @@ def _shared_hidden(
 @triton.jit
 def _route_kernel(
     x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, router_ptr, gate_ptr, weight_ptr, expert_ptr,
-    count_ptr, partial_ptr, counter_ptr, E, shared_q_ptr, shared_s_ptr, shared_g_ptr, hidden_ptr,
+    share_ptr, count_ptr, partial_ptr, counter_ptr, E, shared_q_ptr, shared_s_ptr, shared_g_ptr, hidden_ptr,
     H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    UNROLL: tl.constexpr, SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr, CHOOSE: tl.constexpr, SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
     SHARED_UNROLL: tl.constexpr, ASM: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -156,11 +207,18 @@ def _route_kernel(
         launch_next_late(PDL)
         where = partial_ptr + (split * T + xt[None, :]) * wide + n[:, None]
         tl.store(where, acc, mask=(n < wide)[:, None] & x_mask[None, :])
-        if last_of(counter_ptr, programs):
-            _choose(
-                partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
-                H, PARTS, T, EXPERTS, TOP_K, SPLITS, wide,
-            )  # fmt: skip
+        if CHOOSE:
+            if last_of(counter_ptr, programs):
+                if LISTED:
+                    _choose(
+                        partial_ptr, squares_ptr, n_parts, n_rows, eps, weight_ptr, expert_ptr, count_ptr, E,
+                        H, PARTS, T, EXPERTS, TOP_K, SPLITS, wide,
+                    )  # fmt: skip
+                else:
+                    _choose_row(
+                        partial_ptr, squares_ptr, 0, n_parts, n_rows, eps, weight_ptr, share_ptr, expert_ptr, E,
+                        H, PARTS, T, EXPERTS, TOP_K, SPLITS, wide, SLOTS,
+                    )  # fmt: skip
     else:
         _shared_hidden(
             pid - programs, x_ptr, digits_ptr, steps_ptr, squares_ptr, n_parts, n_rows, eps, shared_q_ptr, shared_s_ptr,
@@ -185,30 +243,78 @@ def route(
     router [E, H], shared_gate [1, H], shared [2I, H] (gate rows before up rows). `paired` lays the hidden row's columns
     out as the shared down projection wants them.
     """
-    rows, width = h.x.shape
-    n_experts, c, device = router.shape[0], configs.config("route", h.x.device, width), h.x.device
-    b, sc = Operand.of(shared), configs.config("shared", device, width)
+    rows, n_experts, device = h.x.shape[0], router.shape[0], h.x.device
     cap = 1 + min(n_experts, rows * top_k)
     out = Routing(
         torch.empty(cap, rows, dtype=torch.float32, device=device),
         torch.empty(cap, dtype=torch.int32, device=device),
         torch.empty(1, dtype=torch.int32, device=device),
     )
+    return out, _route(h, router, shared_gate, shared, top_k, eps, workspace, paired, out)
+
+
+def choose(
+    h: Residual,
+    router: Tensor,
+    shared_gate: Tensor,
+    shared: Weight,
+    top_k: int,
+    eps: float,
+    workspace: Workspace,
+    paired: bool = False,
+) -> tuple[Chosen, Tensor]:
+    """`route` for the kernels that take a row's experts by themselves."""
+    rows, device = h.x.shape[0], h.x.device
+    out = Chosen(
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, top_k, dtype=torch.float32, device=device),
+        torch.empty(rows, top_k, dtype=torch.int32, device=device),
+    )
+    return out, _route(h, router, shared_gate, shared, top_k, eps, workspace, paired, out)
+
+
+def _route(
+    h: Residual,
+    router: Tensor,
+    shared_gate: Tensor,
+    shared: Weight,
+    top_k: int,
+    eps: float,
+    workspace: Workspace,
+    paired: bool,
+    out: Routing | Chosen,
+) -> Tensor:
+    """Fill `out`; gives the shared expert's hidden row."""
+    rows, width = h.x.shape
+    n_experts, c, device = router.shape[0], configs.config("route", h.x.device, width), h.x.device
+    b, sc = Operand.of(shared), configs.config("shared", device, width)
     hidden = torch.empty(rows, b.n // 2, dtype=h.x.dtype, device=device)
     experts = max(triton.next_power_of_2(n_experts), c.block_n)
     tiles = experts // c.block_n + 1
     splits = configs.splits(tiles, width // 128, device, c.programs) if width % 128 == 0 else 1
     shared_splits = sc.programs if not reads_digits(shared) and width % (sc.programs * b.step) == 0 else 1
+    listed = isinstance(out, Routing)
+    gate = out.weight if isinstance(out, Routing) else out.gate
+    share, count = out.weight, out.count if isinstance(out, Routing) else out.weight
+    n_parts, parts = h.squares.shape[0], triton.next_power_of_2(h.squares.shape[0])
+    at_once = listed or rows == 1  # several rows that need no list are chosen for side by side, one launch later
     _route_kernel[(tiles * splits + triton.cdiv(b.n, sc.block_n) * shared_splits,)](
-        h.scaled, h.digits, h.steps, h.squares, h.squares.shape[0], rows, eps, router, shared_gate, out.weight,
-        out.expert, out.count, workspace.partial, workspace.counters, n_experts, b.q, b.scale, b.extra, hidden,
-        H=width, I=b.n // 2, PARTS=triton.next_power_of_2(h.squares.shape[0]), T=row_tile(rows),
-        EXPERTS=experts, TOP_K=top_k, SPLITS=splits, BN=c.block_n, BK=128,
-        STAGES=c.stages, UNROLL=c.unroll, SHARED_T=row_tile(rows, shared), SHARED_BN=sc.block_n, SHARED_BK=b.step,
+        h.scaled, h.digits, h.steps, h.squares, n_parts, rows, eps, router, shared_gate, gate,
+        out.expert, share, count, workspace.partial, workspace.counters, n_experts, b.q, b.scale, b.extra, hidden,
+        H=width, I=b.n // 2, PARTS=parts, T=row_tile(rows),
+        EXPERTS=experts, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), SPLITS=splits, BN=c.block_n, BK=128,
+        STAGES=c.stages, UNROLL=c.unroll, LISTED=listed, CHOOSE=at_once, SHARED_T=row_tile(rows, shared),
+        SHARED_BN=sc.block_n, SHARED_BK=b.step,
         SHARED_FORMAT=b.format, SHARED_SPLITS=shared_splits, SHARED_DIGITS=reads_digits(shared),
         SHARED_UNROLL=sc.unroll, ASM=inline_asm(h.x), PAIRED=paired, **launch(device, c.warps),
     )  # fmt: skip
-    return out, hidden
+    if not at_once:
+        _choose_kernel[(rows,)](
+            workspace.partial, h.squares, n_parts, rows, eps, gate, share, out.expert, n_experts,
+            H=width, PARTS=parts, T=row_tile(rows), EXPERTS=experts, TOP_K=top_k,
+            SLOTS=triton.next_power_of_2(top_k), SPLITS=splits, WIDE=experts + c.block_n, **launch(device, 1),
+        )  # fmt: skip
+    return hidden
 
 
 @triton.jit

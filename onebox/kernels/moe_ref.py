@@ -48,6 +48,26 @@ class Routing:
     count: Tensor  # [1] int32
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Every row's own experts, best first: what kernels read that work on one row of one expert at a time."""
+
+    gate: Tensor  # [T] fp32: the shared expert's weight
+    weight: Tensor  # [T, k] fp32
+    expert: Tensor  # [T, k] int32
+
+    @property
+    def count(self) -> Tensor:
+        """Distinct experts plus one, as in `Routing`. Waits for the device."""
+        return torch.tensor([1 + self.expert.unique().numel()], dtype=torch.int32, device=self.expert.device)
+
+
+def chosen_ref(normed: Tensor, router: Tensor, shared_gate: Tensor, top_k: int) -> Chosen:
+    """normed [T, H] fp32, router [E, H], shared_gate [1, H]."""
+    weights, experts = route_ref(normed @ router.float().T, top_k)
+    return Chosen(torch.sigmoid(normed @ shared_gate.float().T)[:, 0], weights, experts.to(torch.int32))
+
+
 def route_slots_ref(normed: Tensor, router: Tensor, shared_gate: Tensor, top_k: int) -> Routing:
     """normed [T, H] fp32, router [E, H], shared_gate [1, H]."""
     weights, experts = route_ref(normed @ router.float().T, top_k)

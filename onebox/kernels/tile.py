@@ -66,6 +66,19 @@ shl.b32 s, $2, 4;
 lop3.b32 $0, s, 0x80808080, 0xF0F0F0F0, 0x28;
 lop3.b32 $1, $2, 0x80808080, 0xF0F0F0F0, 0x28;
 }""")
+_INT4_DP4A = tl.constexpr("""{
+.reg .b32 s, l, h, a, b;
+shl.b32 s, $1, 4;
+lop3.b32 l, s, 0x80808080, 0xF0F0F0F0, 0x28;
+lop3.b32 h, $1, 0x80808080, 0xF0F0F0F0, 0x28;
+mov.b32 a, 0;
+mov.b32 b, 0;
+dp4a.s32.s32 a, l, $2, a;
+dp4a.s32.s32 a, h, $3, a;
+dp4a.s32.s32 b, l, $4, b;
+dp4a.s32.s32 b, h, $5, b;
+mad.lo.s32 $0, a, 256, b;
+}""")
 _NVFP4 = tl.constexpr("""{
 .reg .b32 a, c, t, s, m, z;
 mov.b32 m, 0x7E807E80;
@@ -360,6 +373,51 @@ def times_int4(
             part = tl.dot(high, tl.load(x_at + (k0 + 64), mask=mask, other=0), part, out_dtype=tl.int32)
             upper, lower = tl.split(tl.reshape(part, [BN, T, 2]))
             acc += (upper * 256 + lower).to(tl.float32) * (scale[:, None] * (step * 0.0625)[None, :])
+    return acc
+
+
+@triton.jit
+def dot_words(w, high_even, high_odd, low_even, low_odd, ASM: tl.constexpr):
+    """16 times eight INT4 weights a word times eight activations' digits, four to a word: int32."""
+    if ASM:
+        whole = tl.inline_asm_elementwise(
+            _INT4_DP4A, "=r,r,r,r,r,r", [w, high_even, high_odd, low_even, low_odd], dtype=tl.int32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    else:
+        whole = w * 0
+        for i in tl.static_range(4):
+            even = (high_even << (24 - 8 * i) >> 24) * 256 + (low_even << (24 - 8 * i) >> 24)
+            odd = (high_odd << (24 - 8 * i) >> 24) * 256 + (low_odd << (24 - 8 * i) >> 24)
+            whole += ((w >> 8 * i & 15) - 8) * 16 * even + ((w >> (8 * i + 4) & 15) - 8) * 16 * odd
+    return whole
+
+
+@triton.jit
+def add_row_times_int4(
+    acc, q_ptr, s_ptr, rows, digits_ptr, steps_ptr, step_stride, factor, K: tl.constexpr, BN: tl.constexpr,
+    WORDS: tl.constexpr, STEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [WORDS / 4, BN] fp32 plus INT4 rows (groups of 128) times one activation row of digits, times `factor`.
+
+    No tensor cores and no shared memory: a thread's four words are 32 columns of a row, exact as whole numbers. The sum
+    over acc's first dimension is left to the caller. STEP is the columns an activation step covers: 32 or 128.
+    """
+    i, part = tl.arange(0, WORDS), tl.arange(0, WORDS // 4)
+    q_at = q_ptr.to(tl.pointer_type(tl.int32)) + i[:, None] + rows[None, :] * (K // 8)
+    x_at = digits_ptr.to(tl.pointer_type(tl.int32)) + (i // 16 * 32 + i % 16)
+    for first in tl.static_range(0, K // 8, WORDS):
+        w = tl.load(q_at + first)
+        x = x_at + 2 * first
+        whole = dot_words(
+            w, tl.load(x)[:, None], tl.load(x + 16)[:, None], tl.load(x + K // 4)[:, None],
+            tl.load(x + K // 4 + 16)[:, None], ASM,
+        )  # fmt: skip
+        whole = tl.sum(tl.reshape(whole, [WORDS // 4, 4, BN]), axis=1).to(tl.float32)
+        group = first // 16 + part // 4
+        scale = tl.load(s_ptr + group[:, None] + rows[None, :] * (K // 128)).to(tl.float32)
+        step = tl.load(steps_ptr + (first // 4 + part if STEP == 32 else group) * step_stride)
+        acc += whole * (scale * (step * (factor * 0.0625))[:, None])
     return acc
 
 

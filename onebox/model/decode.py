@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onebox.kernels import gated_delta, head, linear, moe, paged_attention
+from onebox.kernels import experts, gated_delta, head, linear, moe, paged_attention
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights
 from onebox.kernels.linear_ref import Residual
+from onebox.kernels.moe_ref import Chosen, Routing
 from onebox.kernels.weights import Weight, cat, dequantize, rows, same_format
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights
@@ -180,14 +181,19 @@ def decode_layers(
             )  # fmt: skip
         h = linear.project_add(y, layer.out, h, layer.mlp_norm, workspace, squares, eps, paired)
         pairs = linear.wants_pairs(layer.down), linear.wants_pairs(layer.shared_down)
-        routing, hidden = moe.route(
-            h, layer.router, layer.shared_gate, layer.shared_gate_up, spec.top_k, eps, workspace, pairs[1]
-        )
-        if counts is not None:
-            counts.append(routing.count)
-        z, added = moe.gate_up(h, routing, layer.gate_up, hidden, layer.shared_down, eps, pairs)
+        router = h, layer.router, layer.shared_gate, layer.shared_gate_up, spec.top_k, eps, workspace, pairs[1]
         norm = layers[n + 1].mixer_norm if n + 1 < len(layers) else final_norm
-        h = moe.down(z, added, routing, layer.down, h, norm, workspace, pairs[0])
+        found: Chosen | Routing
+        if experts.takes(layer.gate_up, layer.down):
+            chosen, hidden = moe.choose(*router)
+            digits, steps, added = experts.gate_up(h, chosen, layer.gate_up, hidden, layer.shared_down, eps, pairs[1])
+            h, found = experts.down(digits, steps, added, chosen, layer.down, h, norm, workspace), chosen
+        else:
+            routing, hidden = moe.route(*router)
+            z, added = moe.gate_up(h, routing, layer.gate_up, hidden, layer.shared_down, eps, pairs)
+            h, found = moe.down(z, added, routing, layer.down, h, norm, workspace, pairs[0]), routing
+        if counts is not None:
+            counts.append(found.count)
     return linear.normalize(h, eps)
 
 
@@ -253,9 +259,10 @@ class Fused:
             done.append(out)
         return torch.cat(done)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> logits [R, V] fp32."""
-        done = [head.head(part, self.model.head, self.workspace)[1] for part in hidden.contiguous().split(MAX_ROWS)]
+    def logits(self, hidden: Tensor, w: Weight | None = None) -> Tensor:
+        """hidden [R, H] -> logits [R, V] fp32 by the model's head, or by `w`."""
+        w = self.model.head if w is None else w
+        done = [head.head(part, w, self.workspace)[1] for part in hidden.contiguous().split(MAX_ROWS)]
         return torch.cat([logits for logits in done if logits is not None])
 
 

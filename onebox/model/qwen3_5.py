@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onebox.kernels.weights import Weight
+from onebox.kernels.weights import Weight, rows
 from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
 from onebox.model.layers import Rope, linear, rms_norm
@@ -35,6 +35,7 @@ class Qwen35:
     dtype: torch.dtype
     device: torch.device
     fused: Fused | None = None  # what runs windows and logits where kernels can read the weights
+    draft_vocab: int | None = None  # tokens that drafts are chosen from; None: all
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
         """Hidden states [T, H] after the final norm. KV and states move as the batch says."""
@@ -55,6 +56,13 @@ class Qwen35:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V] fp32."""
         return linear(hidden, self.head).float() if self.fused is None else self.fused.logits(hidden)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` for drafts: over the first `draft_vocab` tokens, which a byte-pair vocabulary has by frequency."""
+        if self.draft_vocab is None:
+            return self.logits(hidden)
+        w = rows(self.head, slice(0, self.draft_vocab))
+        return linear(hidden, w).float() if self.fused is None else self.fused.logits(hidden, w)
 
     def draft_forward(self, batch: Batch, hidden: Tensor, cache: Cache) -> Tensor:
         """One pass of the MTP head. Row e of `batch` reads token e; `hidden` [T, H] is that of position e - 1.
