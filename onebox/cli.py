@@ -200,6 +200,9 @@ def serve(
     adaptive_drafts: Annotated[
         bool, typer.Option("--adaptive-drafts", help="Draft less where it does not pay.")
     ] = False,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Draft from the first so many tokens alone: a cheaper drafter, the same text.")
+    ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto.")] = "auto",
@@ -298,6 +301,7 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             max_waiting=max_waiting,
             **speculation(speculative_config, adaptive_drafts),
+            draft_vocab=draft_vocab,
             kv_gb=kv_gb,
             gpu_memory_utilization=gpu_memory_utilization,
             memory_floor_gb=memory_floor_gb,

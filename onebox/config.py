@@ -30,7 +30,8 @@ class EngineConfig:
     and chunks (docs/log.md has the error).
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `draft_method` "ngram" drafts what
     followed the newest `lookup_min` to `lookup_max` tokens where they stood before. `adaptive_drafts` lets each request
-    draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost.
+    draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost. `draft_vocab` lets
+    drafts come from the first so many tokens alone; what is said stays the same.
     `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
     captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits. Raises ConfigError naming the
     value out of range.
@@ -49,6 +50,7 @@ class EngineConfig:
     lookup_max: int = 4
     lookup_min: int = 2
     adaptive_drafts: bool = False
+    draft_vocab: int | None = None
     kv_gb: float | None = None
     gpu_memory_utilization: float | None = None
     memory_floor_gb: float | None = None
@@ -80,6 +82,7 @@ class EngineConfig:
         check(self.draft_method in DRAFT_METHODS, "draft_method", "one of " + ", ".join(DRAFT_METHODS))
         check(self.lookup_min >= 1, "lookup_min", "at least 1 (prompt_lookup_min)")
         check(self.lookup_min <= self.lookup_max <= 64, "lookup_max", "prompt_lookup_min to 64 (prompt_lookup_max)")
+        check(self.draft_vocab is None or self.draft_vocab >= 1, "draft_vocab", "at least 1")
         check(self.kv_gb is None or 0 < self.kv_gb < math.inf, "kv_gb", "above 0 and finite")
         share = self.gpu_memory_utilization
         check(share is None or 0 < share <= 1, "gpu_memory_utilization", "above 0 and at most 1")

@@ -65,6 +65,16 @@ def test_bundled_model_says_the_same_and_keeps_as_many_drafts() -> None:
     assert captured.stats().accepted_tokens == eager.stats().accepted_tokens > 0
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_short_draft_vocabulary_changes_drafts_and_not_the_text(twin: str, graphs: bool) -> None:
+    config, asked = EngineConfig(model=twin, draft_len=2, max_num_seqs=3), requests(twin, n=3, max_tokens=12)
+    want = texts(said(config, asked, cuda_graphs=graphs)[0])
+    short = replace(config, draft_vocab=7, cuda_graphs=graphs)
+    engine = Engine(short)
+    assert engine.runner.model.draft_logits(torch.zeros(1, engine.runner.model.spec.hidden)).shape[-1] == 7
+    assert texts(said(short, asked, cuda_graphs=graphs)[0]) == want
+
+
 def test_logprobs_stops_and_short_drafts_are_the_same(twin: str) -> None:
     config = EngineConfig(model=twin, draft_len=3, max_num_seqs=4)
     plain, _ = said(config, requests(twin, n=4, max_tokens=9))

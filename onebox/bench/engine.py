@@ -41,14 +41,17 @@ def random_engine(model: Qwen35, shape: str, k: int, batch: int, context: int, f
 
 
 def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:
-    """Milliseconds a step (median), tokens a step and request, milliseconds of the prefill step."""
+    """Milliseconds a step (median), tokens a step and request, milliseconds until all have their first."""
     vocab, rng = engine.info.vocab, random.Random(batch)
     params = SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         engine.add(Request(f"r{i}", tuple(rng.randrange(vocab) for _ in range(prompt)), params))
     times, tokens = [], 0
     start = time.perf_counter()
-    engine.step()
+    begun: set[str] = set()
+    while len(begun) < batch:
+        begun |= {o.request_id for o in engine.step() if o.tokens}
+    torch.cuda.synchronize()
     first = time.perf_counter() - start
     for i in range(steps):
         start = time.perf_counter()

@@ -62,6 +62,8 @@ class Engine:
             )
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan
+        if config.draft_vocab is not None:
+            model = replace(model, draft_vocab=min(config.draft_vocab, spec.vocab))
         draft_len = drafts_of(config, mtp=model.mtp is not None)
         config = replace(config, draft_len=draft_len, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs)
         self.config = config

@@ -182,7 +182,8 @@ def _route_kernel(
     share_ptr, count_ptr, partial_ptr, counter_ptr, E, shared_q_ptr, shared_s_ptr, shared_g_ptr, hidden_ptr,
     H: tl.constexpr, I: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr, CHOOSE: tl.constexpr, SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr, LISTED: tl.constexpr, CHOOSE: tl.constexpr,
+    SHARED_T: tl.constexpr, SHARED_BN: tl.constexpr, SHARED_BK: tl.constexpr,
     SHARED_FORMAT: tl.constexpr, SHARED_SPLITS: tl.constexpr, SHARED_DIGITS: tl.constexpr,
     SHARED_UNROLL: tl.constexpr, ASM: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +208,7 @@ def _route_kernel(
         launch_next_late(PDL)
         where = partial_ptr + (split * T + xt[None, :]) * wide + n[:, None]
         tl.store(where, acc, mask=(n < wide)[:, None] & x_mask[None, :])
-        if CHOOSE:
+        if CHOOSE:  # noqa: SIM102 (a constant: without it the arrival is not compiled)
             if last_of(counter_ptr, programs):
                 if LISTED:
                     _choose(
