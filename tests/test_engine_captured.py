@@ -95,10 +95,12 @@ def test_logprobs_stops_and_short_drafts_are_the_same(twin: str) -> None:
 
 def test_a_request_the_device_cannot_choose_for_takes_the_eager_step_and_changes_nobody(twin: str) -> None:
     config, asked = EngineConfig(model=twin, draft_len=2, max_num_seqs=4), requests(twin, n=4)
-    odd = replace(asked[1], params=replace(asked[1].params, presence_penalty=0.7, max_tokens=10))
+    odd = replace(asked[1], params=replace(asked[1].params, presence_penalty=0.7, max_tokens=60))
     mixed = [asked[0], odd, *asked[2:]]
-    want, got = said(config, mixed)[0], said(config, mixed, cuda_graphs=True)[0]
+    want = said(config, mixed)[0]
+    got, engine = said(config, mixed, cuda_graphs=True)
     assert texts(got) == texts(want)
+    assert engine.captured is not None and engine.captured._graphs, "the others were in graphs while it was there"
     assert texts(got)["r0"] == texts(said(config, asked)[0])["r0"]
 
 

@@ -198,13 +198,17 @@ class Engine:
         with torch.inference_mode():
             self.runner.move(plan.ops)
             news: list[News] = []
-            if plan.window and self.captured is not None and all(capturable(s) for s in plan.window):
-                flight = self.captured.launch(plan.window)
-                if not plan.prefill:
+            odd = (
+                plan.window
+            )  # sequences that the device alone cannot choose for take the eager step, beside the others
+            if self.captured is not None and (plain := tuple(s for s in plan.window if capturable(s))):
+                odd = tuple(s for s in plan.window if not capturable(s))
+                flight = self.captured.launch(plain)
+                if not plan.prefill and not odd:
                     return self._settle_flight(flight, outputs)
                 self._settle_captured(self.captured, flight, outputs)
-            elif plan.window:
-                news += self._step_window(plan.window, outputs)
+            if odd:
+                news += self._step_window(odd, outputs)
             if plan.prefill:
                 news += self._step_prefill(plan.prefill, outputs)
             if self.lengths is not None:
