@@ -16,7 +16,7 @@ from onebox.config import MAX_DRAFT_LEN, EngineConfig, environment_keys, share_c
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
-    from onebox.engine.process import EngineClient
+    from onebox.engine.client import EngineClient
     from onebox.prompt import Scorer
 
 app = typer.Typer(
@@ -110,9 +110,14 @@ def length(text: str | None) -> int | None:
 
 
 def make_engine(config: EngineConfig) -> EngineClient:
-    from onebox.engine import process
+    """The engine in its own process, unless the config says otherwise."""
+    if config.single_process:
+        from onebox.engine.thread import ThreadEngine
 
-    return process.ThreadEngine(config)
+        return ThreadEngine(config)
+    from onebox.engine.process import ProcessEngine
+
+    return ProcessEngine(config)
 
 
 def say(line: str) -> None:
@@ -223,6 +228,8 @@ def serve(
         str | None, typer.Option(metavar="URL", help="Serve in front of this server; no model is loaded.")
     ] = None,
     upstream_timeout: Annotated[float, typer.Option(help="Seconds without a byte from it before 504.")] = 600.0,
+    single_process: Annotated[bool, typer.Option(help="Run the engine in a thread of the server.")] = False,
+    stall_s: Annotated[float, typer.Option(help="Seconds a step may take before the engine is restarted.")] = 60.0,
     log_level: Annotated[str, typer.Option("--log-level", "--uvicorn-log-level")] = "info",
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     enable_log_requests: Annotated[bool, typer.Option(help="Write prompts into the log.")] = False,
@@ -307,6 +314,8 @@ def serve(
             memory_floor_gb=memory_floor_gb,
             snapshot_host_gb=snapshot_host_gb,
             prefix_caching=enable_prefix_caching,
+            single_process=single_process,
+            stall_s=stall_s,
         ),
         served_names=tuple(served_model_name or ()),
         generation_config=generation_config,

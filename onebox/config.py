@@ -33,8 +33,9 @@ class EngineConfig:
     draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost. `draft_vocab` lets
     drafts come from the first so many tokens alone; what is said stays the same.
     `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
-    captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits. Raises ConfigError naming the
-    value out of range.
+    captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits.
+    A server runs the engine in a process of its own unless `single_process`, and restarts it when one step lasts
+    `stall_s` seconds. Raises ConfigError naming the value out of range.
     """
 
     model: str
@@ -61,6 +62,8 @@ class EngineConfig:
     fused: bool | None = None
     cuda_graphs: bool | None = None
     debug: bool = False
+    single_process: bool = False
+    stall_s: float = 60.0
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, want: str) -> None:
@@ -90,6 +93,7 @@ class EngineConfig:
         check(floor is None or 0 <= floor < math.inf, "memory_floor_gb", "0 or more and finite")
         check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
         check(0 <= self.snapshot_host_gb < math.inf, "snapshot_host_gb", "0 or more and finite")
+        check(0 < self.stall_s < math.inf, "stall_s", "above 0 and finite")
         check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")
 
     def resolve_device(self, *, cuda_devices: int) -> EngineConfig:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from onebox.engine.process import MAX_JOINED, EngineInfo, EngineStats
+from onebox.engine.client import MAX_JOINED, EngineInfo, EngineStats, Health
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
 from onebox.request import FinishReason, Output, Request, TokenLogprob
 
@@ -66,6 +66,9 @@ class FakeEngine:
 
     def alive(self) -> bool:
         return self.is_alive
+
+    def health(self) -> Health:
+        return Health("ready") if self.is_alive else Health("failed", "the engine is stopped")
 
     def stats(self) -> EngineStats:
         return EngineStats(**self._counts, accepted_per_pos=tuple(self._kept_per_pos), prefix={})

@@ -17,6 +17,7 @@ ORDER = [
     "integrations",
     "bench",
     "testing",
+    "llm",
     "server",
     "prompt",
     "engine",

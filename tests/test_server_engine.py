@@ -13,7 +13,7 @@ import pytest
 from serving import TINY, running, tokenizer
 
 from onebox.config import EngineConfig
-from onebox.engine.process import ThreadEngine
+from onebox.engine.thread import ThreadEngine
 from onebox.server.app import create_app
 
 HI: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving import TINY, engine_of, post, running, saying, tokenizer
 
 from onebox.config import EngineConfig
-from onebox.engine.process import ThreadEngine
+from onebox.engine.thread import ThreadEngine
 from onebox.request import Grammar, Request
 from onebox.server.app import create_app
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from onebox.config import EngineConfig, cpu_threads
 from onebox.engine.captured import CapturedSteps, Flight, capturable, foreseeable
+from onebox.engine.client import EngineInfo, EngineStats, Progress, unheard
 from onebox.engine.grammar import Grammars, Matcher
 from onebox.engine.graph_runner import GraphRunner
 from onebox.engine.pages import Pool, pages_for
 from onebox.engine.plan import announce, drafts_of, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
-from onebox.engine.process import EngineInfo, EngineStats
-from onebox.engine.sampler import token_logprobs
+from onebox.engine.sampler import SamplingRows, token_logprobs
 from onebox.engine.scheduler import Chunk, Scheduler
 from onebox.engine.sequence import Phase, Sequence
 from onebox.engine.speculate import Drafter, DraftLengths, News, PromptLookup, accept, choose
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """One model, many requests. Not thread-safe: one caller adds, cancels and steps."""
 
-    def __init__(self, config: EngineConfig, loaded: Loaded | None = None) -> None:
+    def __init__(self, config: EngineConfig, loaded: Loaded | None = None, *, progress: Progress = unheard) -> None:
         """Plan memory, load the checkpoint unless it is given, allocate. Raises CheckpointError or ConfigError."""
         config = config.resolve_device(cuda_devices=torch.cuda.device_count())
         if config.device == "cpu":
@@ -59,7 +59,9 @@ class Engine:
                 dtype=getattr(torch, config.dtype),
                 mtp=wants_mtp(config),
                 fused=bool(config.fused),
+                progress=lambda done, total: progress("weights", done, total),
             )
+        progress("memory", 0, 0)
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan
         if config.draft_vocab is not None:
@@ -160,10 +162,12 @@ class Engine:
         else:
             eos = self.eos_token_ids  # where a grammar allows the end, it is the end
         matcher = self.grammars.get(request.grammar) if request.grammar is not None else None
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        SamplingRows.of([params], [seed], [0], torch.device("cpu"))  # what a step cannot build fails here, alone
         sequence = Sequence(
             request=request,
             arrival=self._arrivals,
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            seed=seed,
             draft_len=draft_len,
             stop_ids=frozenset(stop_ids | set(eos)),
             max_len=min(len(request.prompt) + params.max_tokens, self.max_model_len),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +37,14 @@ def load_model(
     mtp: bool | None = None,
     unpack: bool | None = None,
     fused: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
     """Read every text tensor of the checkpoint at `path`.
 
     `mtp`: True insists on an MTP head, False leaves it out, None takes it when it is there. `unpack` turns packed
     weights into dense ones of `dtype` once, at load (None: on a CPU, where a packed product would unpack them anew at
     every step). `fused` runs decode windows through the Triton kernels, on CUDA, where they can read the weights.
+    `progress` hears of layers read, and of how many there are.
     Raises CheckpointError naming the tensor or the field at fault.
     """
     device = torch.device(device)
@@ -55,9 +58,14 @@ def load_model(
         from onebox.model import decode  # needs triton
     embedding = build.tensor("embed_tokens.weight", spec.vocab, spec.hidden)
     packed: list[DecodeLayer | None] = []
+    n_read = 0
 
     def merged(weights: BlockWeights) -> BlockWeights:
         """For the kernels a layer's projections are merged as soon as it is read: no two layers are there twice."""
+        nonlocal n_read
+        n_read += 1
+        if progress is not None:
+            progress(min(n_read, len(spec.layer_types)), len(spec.layer_types))
         if fused:
             weights, layer = decode.merge(weights)
             packed.append(layer)

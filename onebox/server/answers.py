@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from onebox.engine.process import EngineClient
+from onebox.engine.client import EngineClient
 from onebox.errors import ContextLengthError, EngineUnavailableError, ModelNotFoundError, OneboxError, RequestError
 from onebox.request import Request
 from onebox.server.chat import Answer, AnswerDelta, Message, Tokenizer, normalize_messages, prompt_thinking
@@ -125,7 +125,7 @@ class Service:
         if self.phase != "ready":
             raise EngineUnavailableError(f"The server is {self.phase} ({self.detail}); try again later.")
         if not self.engine.alive():
-            raise EngineUnavailableError("The engine makes no progress; it must be restarted.")
+            raise EngineUnavailableError(f"The engine is not ready: {self.engine.health().detail}; try again later.")
 
     def model_name(self, asked: str | None) -> str:
         """The served name a request means. Raises ModelNotFoundError."""

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import onebox
-from onebox.engine.process import EngineClient
+from onebox.engine.client import EngineClient
 from onebox.errors import (
     ApiKeyError,
     BodyTooLargeError,
@@ -531,8 +531,8 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
 
     @app.get("/health", tags=["health"])
     async def health() -> Response:
-        """Whether the process is worth keeping: 503 once the engine has failed."""
-        dead = service.phase == "failed" or (service.phase == "ready" and not service.engine.alive())
+        """Whether the process is worth keeping: 503 once the engine has failed for good."""
+        dead = service.phase == "failed" or (service.phase == "ready" and service.engine.health().status == "failed")
         return json_response({"status": "failed" if dead else "ok"}, 503 if dead else 200)
 
     @app.get("/health/ready", tags=["health"])
@@ -540,8 +540,11 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
         """Whether a request would be served now, and if not, what the server is busy with."""
         ok = service.ready()
         value: dict[str, Any] = {"status": service.phase, "detail": service.detail, "active": service.active}
-        if service.phase == "ready" and not ok:
-            value |= {"status": "stuck", "detail": "the engine makes no progress"}
+        if service.phase in ("starting", "ready") and not ok:
+            health = service.engine.health()
+            value |= {"status": health.status, "detail": health.detail}
+            if health.phase:
+                value |= {"phase": health.phase, "progress": health.progress}
         if ok:
             stats = service.engine.stats()
             value |= {"running": stats.running, "waiting": stats.waiting, "steps": stats.steps}

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from onebox.engine.client import EngineClient
 from onebox.engine.pages import PAGE_SIZE
-from onebox.engine.process import EngineClient
 from onebox.server.chat import AnswerUsage
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class EngineCollector(Collector):
             "vllm:spec_decode_num_drafts": ("Verified windows that had drafts.", s.draft_windows),
             "vllm:spec_decode_num_draft_tokens": ("Draft tokens proposed.", s.drafted_tokens),
             "vllm:spec_decode_num_accepted_tokens": ("Draft tokens kept.", s.accepted_tokens),
+            "onebox:engine_restarts": ("Engine processes started in place of one that ended.", s.restarts),
             "onebox:engine_steps": ("Steps of the engine.", s.steps),
             "onebox:prefix_evicted_pages": ("Cached pages given up for room.", s.prefix.get("evicted_pages", 0)),
             "onebox:requests_cancelled": ("Requests cancelled before their end.", s.cancelled),

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from onebox.config import EngineConfig
-from onebox.engine.process import EngineClient
+from onebox.engine.client import EngineClient
 from onebox.errors import ConfigError, OneboxError, RequestError
 from onebox.request import SamplingParams
 from onebox.server import logs
