@@ -211,6 +211,14 @@ def child_main(config: EngineConfig, make: MakeEngine, commands_at: str, reports
     os._exit(code)  # no destructors of a device that may be lost
 
 
+def addressee(data: bytes) -> str | None:
+    """The request that an unreadable Add is about, if it can be made out."""
+    try:
+        return str(msgspec.msgpack.decode(data)[1]["id"])
+    except Exception:
+        return None
+
+
 def serve_commands(engine: Engine, commands: zmq.Socket[Any], reports: zmq.Socket[Any], pulse: Pulse) -> None:
     """Steps while there is work, else waits for a command."""
     while True:
@@ -227,8 +235,10 @@ def serve_commands(engine: Engine, commands: zmq.Socket[Any], reports: zmq.Socke
             changed = True
             try:
                 command = decode_command(data)
-            except Exception:
+            except Exception as e:
                 logger.exception("a command that cannot be read")
+                if request_id := addressee(data):
+                    reports.send(encode(Refused(request_id, Fault.of(untakable(e)))))
                 continue
             if isinstance(command, Stop):
                 return
