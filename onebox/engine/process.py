@@ -340,17 +340,17 @@ class ProcessEngine:
         if self._status != "failed":
             self._status, self._detail = "stopped", "The engine was stopped."
         self._fail_all(EngineUnavailableError(self._detail))
-        current = asyncio.current_task()
-        for task in self._tasks:
-            if task is not current:
-                task.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if child is not None:
             with suppress(zmq.ZMQError):
                 child.commands.send(encode(Stop()), zmq.NOBLOCK)
             await asyncio.to_thread(child.process.join, 5 if self._loading is None else 0)
             await self._bury(child)
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)
             self._context = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
