@@ -519,7 +519,7 @@ class ProcessEngine:
         if child is None:
             return
         self._before = added(self._before, self._now)
-        self._now, self._loading = EngineStats(), None
+        self._now, self._loading = EngineStats(), Loading("ending", 0, 0)  # the old process, before the new one
         first = self._started is not None and not self._started.done()
         self._failures += 1
         wait_s = None if first or self._failures > MAX_RESTARTS else BACKOFF_S[self._failures - 1]
