@@ -298,7 +298,7 @@ def test_a_dead_engine_is_503() -> None:
             assert error_of(response)["code"] == "engine_unavailable"
             assert (await client.get("/health")).status_code == 503
             ready = await client.get("/health/ready")
-            assert (ready.status_code, ready.json()["status"]) == (503, "stuck")
+            assert (ready.status_code, ready.json()["status"]) == (503, "failed")
 
     asyncio.run(run())
 
