@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import onebox
+from onebox.bench import command as bench_command
 from onebox.config import MAX_DRAFT_LEN, EngineConfig, environment_keys, share_cores, upstream_key
 from onebox.errors import ConfigError, OneboxError
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(bench_command.app, name="bench")
 REPEATED = ("--served-model-name", "--api-key", "--allowed-origins")  # vLLM takes several values after one flag
 MTP_METHODS = ("mtp", "qwen3_next_mtp", "qwen3_5_mtp", "qwen3_5_moe_mtp")
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -99,7 +99,7 @@ async def load(port: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog="python -m onebox.bench.overhead", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=4000, help="tokens a stream")
     parser.add_argument("--tokens-per-step", type=int, default=1)

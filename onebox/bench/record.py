@@ -97,16 +97,30 @@ def environment(device: torch.device, known_commit: str | None = None) -> dict[s
 
 
 def command_line() -> str:
-    """What to type to repeat the run; options that only say where files lie are left out."""
+    """What to type to repeat the run; options that only say where files lie are left out, and so are folders of this
+    machine: an absolute path becomes one from here, or the file's name."""
     words, left_out = iter(sys.argv[1:]), ("--out", "--write", "--commit")
     kept: list[str] = []
     for word in words:
         if word in left_out:
             next(words, None)
-        else:
-            kept.append(word)
+        elif word.partition("=")[0] not in left_out:
+            kept.append(portable(word))
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return "python " + shlex.join(["-m", spec.name, *kept] if spec is not None else [sys.argv[0], *kept])
+    program = Path(sys.argv[0]).name if "/" in sys.argv[0] else sys.argv[0]
+    if program.split()[0] == "onebox" or (spec is not None and spec.name == "onebox.cli"):
+        return shlex.join([*(program.split() if program.startswith("onebox") else ["onebox"]), *kept])
+    return "python " + shlex.join(["-m", spec.name, *kept] if spec is not None else [portable(sys.argv[0]), *kept])
+
+
+def portable(word: str) -> str:
+    """A word of a command line without this machine's folders."""
+    flag, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = Path(value).expanduser()
+    if path.is_absolute() or ".." in path.parts:
+        here = Path.cwd()
+        value = str(path.relative_to(here)) if path.is_relative_to(here) and path != here else path.name
+    return flag + equals + value
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

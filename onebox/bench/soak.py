@@ -338,7 +338,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(prog="python -m onebox.bench.soak", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--hang-up", type=float, default=0.2, help="share of requests whose client goes away")
