@@ -8,14 +8,26 @@ import pytest
 import torch
 
 import onebox
-from onebox.bench.quality import acceptance, agreement, needle_recall, read_texts, tokenizer_of, windows_of
+from onebox.bench.quality import (
+    HELDOUT,
+    acceptance,
+    agreement,
+    needle_items,
+    read_texts,
+    recall,
+    tokenizer_of,
+    windows_of,
+)
 from onebox.checkpoint.verify import verify
+from onebox.config import EngineConfig
+from onebox.engine.engine import Engine
 from onebox.model.complete import check_complete
 from onebox.model.load import load_model
 from onebox.model.qwen3_5 import Qwen35
+from onebox.server.chat import Tokenizer
 
 TINY = Path(onebox.__file__).parent / "models" / "tiny"
-TEXTS = read_texts(Path(__file__).parent / "data" / "heldout.jsonl")
+TEXTS = read_texts(HELDOUT)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +48,9 @@ def test_bundled_model_reads_text_as_its_readme_says(tiny: Qwen35) -> None:
     assert 32.5 < score.perplexity < 33.5
 
 
-def test_bundled_model_finds_numbers_in_text(tiny: Qwen35) -> None:
-    with torch.inference_mode():
-        assert needle_recall(tiny, tokenizer_of(TINY), TEXTS, 6, 300) == 1.0
+def test_bundled_model_finds_numbers_in_text() -> None:
+    engine, tokenizer = Engine(EngineConfig(model=str(TINY), device="cpu", draft_len=0)), Tokenizer.from_folder(TINY)
+    assert recall(engine, tokenizer, needle_items(tokenizer, TEXTS, 300, 6)) == 1.0
 
 
 def test_bundled_drafter_lands_most_first_drafts(tiny: Qwen35) -> None:

@@ -31,7 +31,7 @@ Said = dict[int, tuple[list[list[int]], list[list[int]], Engine]]  # k -> answer
 def prompts() -> list[tuple[int, ...]]:
     """Eight texts of different lengths, each with a whole page for the prefix cache to keep."""
     tokenizer = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
-    lines = (ROOT / "tests" / "data" / "heldout.jsonl").read_text("utf-8").splitlines()[:N]
+    lines = (ROOT / "onebox" / "bench" / "texts" / "heldout.jsonl").read_text("utf-8").splitlines()[:N]
     ids = [tokenizer.encode(json.loads(line)["text"]).ids for line in lines]
     return [tuple(each[: 70 + 25 * i]) for i, each in enumerate(ids)]
 

@@ -1,9 +1,10 @@
-"""Quality of builds against a reference: KL, top-1 agreement, perplexity, needle recall, and how
-many drafts a model's own head lands.
+"""A build against its reference: KL, top-1 agreement, perplexity, recall by length, drafts kept by position; a gate.
 
-    python -m onebox.bench.quality REFERENCE BUILD... --text FILE [--needles N] [--out results/quality.jsonl]
+    onebox bench quality BUILD... --against REFERENCE --needles 512,1024 --key-values 512,1024
+    onebox bench quality BUILD --against REFERENCE --text notes.txt --max-kl 0.03 --min-top1 0.9   # exit 3: failed
 
-FILE holds one JSON object with a `text` a line.
+Texts: plain files are cut into windows one after another, of a .jsonl file each line's `text` gives one window. Left
+out, the packaged held-out meetings and problems are read (onebox/bench/texts). Numbers to recall are made from a seed.
 """
 
 from __future__ import annotations
@@ -12,20 +13,31 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as RustTokenizer
 from torch import Tensor
 
-from onebox.bench.record import append, environment, rounded
-from onebox.model.load import load_model
+from onebox.bench.chat import Item, key_value_items, score
+from onebox.bench.record import aligned, append, environment, rounded
+from onebox.config import EngineConfig
+from onebox.engine.engine import Engine
+from onebox.errors import ConfigError
+from onebox.model.load import Loaded, load_model
 from onebox.model.qwen3_5 import Qwen35
 from onebox.model.sequence import Sequences
+from onebox.server.chat import Tokenizer
 
 DRAFTS = 3
+FAILED = 3  # exit status of a gate that did not hold
+ANSWER_TOKENS = 32  # of a recall question
+HELDOUT = Path(__file__).parent / "texts" / "heldout.jsonl"
+NEEDLE_QUESTION = "What is the special magic number mentioned in the text?"
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,59 @@ class Acceptance:
     @property
     def tokens_per_step(self) -> float:
         return 1.0 + sum(self.reach)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """All of it for one build. Recall maps the length of a prompt in tokens to the share of numbers found."""
+
+    agreement: Agreement
+    acceptance: Acceptance | None = None  # None: no MTP head
+    needles: dict[int, float] = field(default_factory=dict)
+    key_values: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Bounds of a gate; None (or an empty tuple) is no bound. `min_acceptance[i]` is of drafts 0..i."""
+
+    max_kl: float | None = None
+    min_top1: float | None = None
+    max_perplexity_ratio: float | None = None
+    min_needles: float | None = None
+    min_key_values: float | None = None
+    min_acceptance: tuple[float, ...] = ()
+
+    def misses(self, found: Quality) -> list[str]:
+        """What does not hold, with figure and bound. A bound on what was not measured is a miss."""
+        missed = []
+
+        def check(flag: str, what: str, value: float | None, bound: float | None, *, above: bool) -> None:
+            if bound is None:
+                return
+            if value is None:
+                missed.append(f"{what} was not measured, and {flag} {bound:g} asks for it")
+            elif not (value >= bound if above else value <= bound):  # so that NaN fails
+                missed.append(f"{what} {value:.4g} is {'below' if above else 'above'} {flag} {bound:g}")
+
+        a = found.agreement
+        check("--max-kl", "KL", a.kl, self.max_kl, above=False)
+        check("--min-top1", "top-1 agreement", a.top1, self.min_top1, above=True)
+        ratio = a.perplexity / a.reference_perplexity
+        check("--max-perplexity-ratio", "perplexity ratio", ratio, self.max_perplexity_ratio, above=False)
+        for flag, what, recall, bound in (
+            ("--min-needles", "needle recall", found.needles, self.min_needles),
+            ("--min-key-values", "key-value recall", found.key_values, self.min_key_values),
+        ):
+            if not recall:
+                check(flag, what, None, bound, above=True)
+            for length, share in recall.items():
+                check(flag, f"{what} at {length} tokens", share, bound, above=True)
+        reach = found.acceptance.reach if found.acceptance is not None else ()
+        for i, bound in enumerate(self.min_acceptance):
+            value = reach[i] if i < len(reach) else None
+            check("--min-acceptance", f"share of steps that kept {i + 1} drafts", value, bound, above=True)
+        return missed
 
 
 def next_token_logits(model: Qwen35, tokens: Tensor) -> Tensor:
@@ -107,72 +172,213 @@ def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DR
     return Acceptance(tuple(r / max(steps, 1) for r in reached), steps)
 
 
-def needle_recall(model: Qwen35, tokenizer: Tokenizer, texts: Sequence[str], n: int, length: int) -> float:
-    """Share of `n` six-digit numbers, hidden at even depths of `length` tokens of text, that a greedy answer gives."""
-    rng, found = random.Random(0), 0
-    question = "What is the special magic number mentioned in the text?"
+def needle_items(tokenizer: Tokenizer, texts: Sequence[str], length: int, n: int, seed: int = 0) -> list[Item]:
+    """`n` six-digit numbers, each hidden at an even depth of `length` tokens of text; texts follow one another."""
+    rng, items = random.Random(seed), []
     for i in range(n):
         number = str(rng.randrange(100_000, 1_000_000))
-        body = tokenizer.decode(tokenizer.encode(texts[i % len(texts)]).ids[:length])
-        at = body.find(" ", int(len(body) * i / max(n - 1, 1) * 0.98))
-        body = f"{body[:at]} The special magic number is {number}.{body[at:]}"
-        prompt = f"<|im_start|>user\n{body}\n\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-        ids = torch.tensor(tokenizer.encode(prompt).ids, device=model.device)
-        tokens, _ = greedy(model, ids[None], 10)
-        found += number in tokenizer.decode(tokens[0, len(ids) :].tolist())
-    return found / n
+        ids: list[int] = []
+        at = i
+        while len(ids) < length:
+            more = tokenizer.encode(texts[at % len(texts)] + "\n")
+            if not more:
+                raise ConfigError("a text to hide numbers in is empty; give texts with words.")
+            ids += more
+            at += 1
+        body = tokenizer.decode(ids[:length])
+        cut = max(body.find(" ", int(len(body) * i / max(n - 1, 1) * 0.98)), 0)
+        body = f"{body[:cut]} The special magic number is {number}.{body[cut:]}"
+        items.append(Item(f"{body}\n\n{NEEDLE_QUESTION}", number))
+    return items
+
+
+def recall(engine: Engine, tokenizer: Tokenizer, items: Sequence[Item]) -> float:
+    """Share of items whose number is in a greedy answer without thinking."""
+    return score(engine, tokenizer, items, ANSWER_TOKENS).right
 
 
 def read_texts(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines() if line]
+    """The `text` of every line of a .jsonl file; another file is one text. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({e}).") from e
+    if path.suffix != ".jsonl":
+        return [text]
+    texts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise ConfigError(f"{path}, line {number}: not JSON ({e}); give one object a line.") from e
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise ConfigError(f"{path}, line {number}: no field 'text'; give objects such as {{\"text\": ...}}.")
+        texts.append(row["text"])
+    return texts
 
 
-def tokenizer_of(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+def tokenizer_of(folder: Path) -> RustTokenizer:
+    return RustTokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def windows_of(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> list[Tensor]:
+def windows_of(tokenizer: RustTokenizer, texts: Sequence[str], length: int) -> list[Tensor]:
     """One window of at most `length` tokens of each text."""
     return [torch.tensor(tokenizer.encode(text).ids[:length]) for text in texts]
 
 
-def main() -> None:
+def read_windows(tokenizer: Tokenizer, paths: Iterable[Path], length: int, most: int) -> tuple[list[Tensor], list[str]]:
+    """Token windows, `most` of them at most, and the texts. Raises ConfigError when there is nothing to predict."""
+    windows, texts = [], []
+    for path in paths:
+        for text in read_texts(path):
+            texts.append(text)
+            ids = tokenizer.encode(text)
+            ends = length if path.suffix == ".jsonl" else len(ids)
+            windows += [torch.tensor(ids[i : i + length]) for i in range(0, min(ends, len(ids)), length)]
+    windows = [w for w in windows if len(w) > 1][:most]
+    if not windows:
+        raise ConfigError(f"no text of two tokens in {', '.join(map(str, paths))}; give longer texts.")
+    return windows, texts
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What to measure, over which texts. Lengths in tokens; `items` numbers to recall at each length."""
+
+    windows: Sequence[Tensor]
+    texts: Sequence[str]
+    needles: Sequence[int] = ()
+    key_values: Sequence[int] = ()
+    items: int = 20
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+
+    def of(self, reference: Qwen35, build: Loaded, tokenizer: Tokenizer, config: EngineConfig) -> Quality:
+        """`config` opens an engine over `build` for the questions. Raises ConfigError."""
+        if reference.spec.vocab != build.model.spec.vocab:
+            raise ConfigError(
+                f"{config.model} has a vocabulary of {build.model.spec.vocab}, its reference {reference.spec.vocab}; "
+                "compare builds of one model."
+            )
+        with torch.inference_mode():
+            same = agreement(reference, build.model, [w.to(build.model.device) for w in self.windows])
+            drafted = None
+            prompts = [w[: self.prompt_tokens] for w in self.windows if len(w) >= self.prompt_tokens]
+            if build.model.mtp is not None and prompts:
+                drafted = acceptance(build.model, torch.stack(prompts).to(build.model.device), self.new_tokens)
+        found: dict[str, dict[int, float]] = {"needles": {}, "key_values": {}}
+        if self.needles or self.key_values:
+            engine = Engine(config, build)
+            for n in self.needles:
+                found["needles"][n] = recall(engine, tokenizer, needle_items(tokenizer, self.texts, n, self.items))
+            for n in self.key_values:
+                found["key_values"][n] = recall(engine, tokenizer, key_value_items(tokenizer, n, self.items))
+        return Quality(same, drafted, **found)
+
+
+def record_of(found: Quality, build: Loaded, items: int) -> dict[str, Any]:
+    """Fields of a result line."""
+    record: dict[str, Any] = {k: v if k == "tokens" else rounded(v) for k, v in asdict(found.agreement).items()}
+    record["weight_bytes"] = sum(build.report.formats.values())
+    if found.acceptance is not None:
+        record |= {"reach": [rounded(r) for r in found.acceptance.reach], "steps": found.acceptance.steps}
+    for name in ("needles", "key_values"):
+        if recalled := getattr(found, name):
+            record[f"{name.removesuffix('s')}_recall"] = {str(n): rounded(share, 3) for n, share in recalled.items()}
+            record["items"] = items
+    return record
+
+
+def lines(rows: Sequence[tuple[str, Quality]]) -> list[str]:
+    """A table of builds; the reference's perplexity stands in its own column."""
+    lengths = {name: sorted({n for _, q in rows for n in getattr(q, name)}) for name in ("needles", "key_values")}
+    head = ["build", "KL", "top-1", "perplexity", "reference", "drafts kept"]
+    head += [f"needle {n}" for n in lengths["needles"]] + [f"key-value {n}" for n in lengths["key_values"]]
+    table = [head]
+    for name, q in rows:
+        a = q.agreement
+        drafts = " / ".join(f"{r:.2f}" for r in q.acceptance.reach) if q.acceptance else "-"
+        row = [name, f"{a.kl:.4f}", f"{a.top1:.4f}", f"{a.perplexity:.3f}", f"{a.reference_perplexity:.3f}", drafts]
+        for kind in ("needles", "key_values"):
+            row += [f"{getattr(q, kind)[n]:.2f}" if n in getattr(q, kind) else "-" for n in lengths[kind]]
+        table.append(row)
+    return aligned(table)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Counts above 0, separated by commas."""
+    found = tuple(int(part) for part in text.split(",") if part)
+    if not all(n > 0 for n in found):
+        raise ValueError(text)
+    return found
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Numbers from 0 to 1, separated by commas."""
+    found = tuple(float(part) for part in text.split(",") if part)
+    if not all(0 <= x <= 1 for x in found):
+        raise ValueError(text)
+    return found
+
+
+def open_build(path: Path, device: str) -> tuple[EngineConfig, Loaded]:
+    """A build as the engine would load it, and a config for an engine over it."""
+    config = EngineConfig(model=str(path), device=device, draft_len=0, max_num_seqs=8)
+    definite = config.resolve_device(cuda_devices=torch.cuda.device_count())
+    loaded = load_model(path, device=definite.device, dtype=getattr(torch, definite.dtype), fused=bool(definite.fused))
+    return config, loaded
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reference", type=Path)
-    parser.add_argument("builds", type=Path, nargs="+")
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--needles", type=int, default=0, help="numbers to find in chat prompts of --window tokens")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    with torch.inference_mode():
-        reference = load_model(args.reference, device=args.device).model
-        tokenizer, texts = tokenizer_of(args.reference), read_texts(args.text)
-        windows = [w.to(args.device) for w in windows_of(tokenizer, texts, args.window)]
-        prompts = torch.stack([w[: args.prompt_tokens] for w in windows if len(w) >= args.prompt_tokens])
-        for path in args.builds:
-            loaded = load_model(path, device=args.device)
-            score = agreement(reference, loaded.model, windows)
-            record = {"bench": "quality", "model": args.reference.name, "build": path.name}
-            record |= {k: rounded(v) for k, v in asdict(score).items()}
-            record["weight_bytes"] = sum(loaded.report.formats.values())
-            line = f"{path.name:20} KL {score.kl:.4f}  top-1 {score.top1:.4f}  ppl {score.perplexity:.3f}"
-            line += f" (reference {score.reference_perplexity:.3f})"
-            if loaded.model.mtp is not None:
-                drafted = acceptance(loaded.model, prompts, args.new_tokens)
-                record |= {"reach": [rounded(r) for r in drafted.reach], "steps": drafted.steps}
-                line += "  drafts " + " / ".join(f"{r:.3f}" for r in drafted.reach)
-            if args.needles:
-                recall = needle_recall(loaded.model, tokenizer, texts, args.needles, args.window)
-                record |= {"needle_recall": recall, "needles": args.needles}
-                line += f"  needles {recall:.3f}"
-            print(line, flush=True)
-            if args.out:
-                append(args.out, {**record, **environment(torch.device(args.device))})
-
-
-if __name__ == "__main__":
-    main()
+    parser.add_argument("builds", type=Path, nargs="+", metavar="BUILD")
+    parser.add_argument("--against", type=Path, required=True, metavar="REFERENCE", help="usually the 16-bit original")
+    parser.add_argument("--text", type=Path, nargs="+", default=[HELDOUT], metavar="FILE", help="texts to predict")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--windows", type=int, default=64, help="at most so many")
+    parser.add_argument("--needles", type=numbers, default=(), metavar="N,N", help="find numbers in N tokens of text")
+    parser.add_argument("--key-values", type=numbers, default=(), metavar="N,N", help="... in N tokens of data")
+    parser.add_argument("--items", type=int, default=20, help="numbers to find at each length")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="beginnings that drafts are tried after")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens drafted along, each")
+    parser.add_argument("--max-kl", type=float, help="nats a token")
+    parser.add_argument("--min-top1", type=float)
+    parser.add_argument("--max-perplexity-ratio", type=float, help="build's over the reference's")
+    parser.add_argument("--min-needles", type=float, help="recall at every length")
+    parser.add_argument("--min-key-values", type=float, help="recall at every length")
+    parser.add_argument("--min-acceptance", type=shares, default=(), metavar="A,A", help="of 1, 2, ... drafts")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
+    parser.add_argument("--out", type=Path, help="file to append result lines to")
+    args = parser.parse_args(argv)
+    for name in ("window", "windows", "items", "prompt_tokens", "new_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    bounds = Thresholds(**{name: getattr(args, name) for name in Thresholds.__dataclass_fields__})
+    tokenizer = Tokenizer.from_folder(args.against)
+    windows, texts = read_windows(tokenizer, args.text, args.window, args.windows)
+    measure = Measure(windows, texts, args.needles, args.key_values, args.items, args.prompt_tokens, args.new_tokens)
+    reference = open_build(args.against, args.device)[1].model
+    rows, failures = [], list[str]()
+    for path in args.builds:
+        config, loaded = open_build(path, args.device)
+        found = measure.of(reference, loaded, tokenizer, config)
+        rows.append((path.name, found))
+        missed = bounds.misses(found)
+        failures += [f"{path.name}: {line}" for line in missed]
+        if args.out:
+            record = {"bench": "quality", "model": args.against.name, "build": path.name}
+            record |= {"text": [file.name for file in args.text], "window": args.window}
+            record |= record_of(found, loaded, args.items)
+            if bounds != Thresholds():
+                record |= {"gate": "failed" if missed else "held"}
+            append(args.out, record | environment(loaded.model.device, args.commit))
+    print("\n".join(lines(rows)))
+    if failures:
+        for line in failures:
+            print(f"onebox: quality gate failed: {line}", file=sys.stderr)
+        sys.exit(FAILED)
+    if bounds != Thresholds():
+        print("quality gate held", file=sys.stderr)

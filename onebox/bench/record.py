@@ -8,7 +8,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,3 +133,10 @@ def append(path: Path, record: dict[str, Any]) -> None:
 def rounded(value: float, digits: int = 4) -> float:
     """Significant digits for people; the spread says more than the tail."""
     return float(f"{value:.{digits}g}")
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table for a terminal: the first row is the head, the first column is left-aligned."""
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    justify = (str.ljust, *(str.rjust for _ in widths[1:]))
+    return ["  ".join(how(cell, w) for how, cell, w in zip(justify, row, widths, strict=True)) for row in table]
