@@ -204,6 +204,67 @@ def test_the_constraint_begins_where_the_end_of_thinking_lands_in_a_window() -> 
     assert not m.finished
 
 
+NAMES = ["<tool_call>", "a<think>b", "<|im_end|>", "</think>", "<|endoftext|> x <tool_response>", "e\u0301\u212b"]
+
+
+def grammars_of(name: str) -> dict[str, Grammar]:
+    return {
+        "choice": Grammar("choice", json.dumps([name])),
+        "enum": schema({"enum": [name]}),
+        "regex": Grammar("regex", f"({re.escape(name)}){{1,2}}".replace("/", "\\/")),
+        "grammar": Grammar("grammar", f"start: {json.dumps(name)}"),
+        "after thinking": Grammar("choice", json.dumps([name]), THINK_END),
+    }
+
+
+def test_the_name_of_a_token_in_a_grammar_is_said_in_letters() -> None:
+    """And text that normalisation would change is said as it stands there."""
+    ends = SamplingParams(max_tokens=60, temperature=1.0, seed=1, logit_bias=((THINK_END[0], 100.0),))
+    cases = {f"{kind}: {name}": (kind, name) for name in NAMES for kind in grammars_of(name)}
+    requests = [
+        Request(id, chat("x", think=kind == "after thinking"), ends, grammar=grammars_of(name)[kind])
+        for id, (kind, name) in cases.items()
+    ]
+    got = run(engine(draft_len=3, max_num_seqs=32), requests)
+    added = set(text().rust.get_added_tokens_decoder())
+    for id, outputs in got.items():
+        assert outputs[-1].finish_reason == "stop", (id, outputs[-1])
+        tokens, whole, (kind, name) = ids(outputs), said(outputs), cases[id]
+        if kind == "after thinking":
+            assert tokens[0] == THINK_END[0]
+            tokens, whole = tokens[1:], whole.removeprefix("</think>").lstrip("\n")
+        assert whole in (name, name * 2, json.dumps(name), json.dumps(name, ensure_ascii=False)), id
+        assert not set(tokens) & added
+
+
+def test_a_grammar_may_still_name_a_token() -> None:
+    tag = text().encode("<tool_call>")
+    m = matcher(Grammar("grammar", f'start: <tool_call> "x" <[{THINK_END[0]}]>'))
+    for token in [*tag, *text().encode("x"), *THINK_END]:
+        assert allowed(m) == {token}
+        m.accept(token)
+    assert m.finished
+
+
+def test_the_end_of_thinking_cannot_be_spelled_in_letters() -> None:
+    """A reader of the text would take it for the end, and what follows would be held to nothing."""
+    letters = [text().encode(c)[0] for c in "</think>"]
+    for pieces in (letters, text().encode("</") + text().encode("think") + text().encode(">"), text().encode("<</think")):
+        m = matcher(schema(FLAT, start_after=THINK_END))
+        finishing = {i for i, b in enumerate(text().token_bytes) if b.startswith(b">")} & allowed(m)
+        assert text().encode(">")[0] in finishing
+        for token in pieces[:-1] if pieces[-1] in finishing else pieces:
+            assert token in allowed(m)
+            m.accept(token)
+        assert not allowed(m) & finishing
+        assert allowed(m) & {*letters[:-1]} == {*letters[:-1]}
+        assert not m.cut([text().encode(">")[0]])
+        fresh = matcher(schema(FLAT, start_after=THINK_END))
+        assert fresh.cut([*letters, *letters]) == letters[:-1]
+        m.accept(letters[1])  # it went on otherwise
+        assert finishing <= allowed(m)
+
+
 def test_masks_change_only_rows_with_a_matcher() -> None:
     logits = torch.randn(3, VOCAB)
     m = matcher(schema(FLAT))

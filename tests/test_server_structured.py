@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import anthropic
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -290,6 +291,71 @@ def test_different_grammars_and_none_at_once(client: openai.OpenAI) -> None:
     assert choice in ("north", "south")
     assert re.fullmatch("x=[0-9]|y=[a-z]", grammar)
     assert json.loads(value) in (1, "two", None)
+
+
+NOT: Any = {"not": {"type": "string"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": HI, "guided_regex": "("}, "guided_regex"),
+        (CHAT, {"messages": HI, "structured_outputs": {"regex": "a(?=b)"}}, "structured_outputs.regex"),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
+            "response_format",
+        ),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": NOT}}}}],
+                "tool_choice": "required",
+            },
+            None,  # lenient: what cannot be held to is left free
+        ),
+        ("/v1/completions", {"prompt": "x", "guided_grammar": "start: gone"}, "guided_grammar"),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": NOT}}},
+            "text.format",
+        ),
+    ],
+)
+def test_a_fault_in_a_grammar_is_400_and_names_its_field(
+    url: str, path: str, body: dict[str, Any], param: str | None, stream: bool
+) -> None:
+    limit = "max_output_tokens" if "input" in body else "max_tokens"
+    response = httpx.post(f"{url}{path}", json={**body, limit: 8, "stream": stream}, timeout=60)
+    if param is None:
+        assert response.status_code == 200
+        return
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
+def test_enums_and_choices_that_spell_a_tag_are_said(client: openai.OpenAI) -> None:
+    for extra in (
+        {"guided_choice": ["<tool_call>"], "chat_template_kwargs": CLOSED},
+        {"guided_json": {"enum": ["<tool_call>"]}, "thinking_token_budget": 3},
+    ):
+        answer = client.chat.completions.create(model="tiny", messages=HI, max_tokens=60, extra_body=extra)
+        assert answer.choices[0].message.content in ("<tool_call>", '"<tool_call>"')
+        assert answer.choices[0].finish_reason == "stop"
+    modes = {"type": "object", "properties": {"tag": {"enum": ["</think>", "<tool_call>"]}}, "required": ["tag"]}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        tools=[{"type": "function", "function": {"name": "mark", "parameters": modes}}],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+        extra_body={"chat_template_kwargs": CLOSED},
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert json.loads(call.function.arguments)["tag"] in ("</think>", "<tool_call>")
 
 
 def test_a_stop_string_ends_even_a_constrained_answer(client: openai.OpenAI) -> None:

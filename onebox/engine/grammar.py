@@ -1,8 +1,11 @@
 """Grammars that constrain an answer. Takes a Grammar, gives a Matcher: which tokens may come next, as bits a token.
 
 A constraint begins after the tokens `start_after` (the end of thinking), wherever in a window they land: before them
-anything but the end of the answer is allowed. What is allowed never depends on drafts, so neither does the text.
-llguidance does the matching; a bare image without it serves everything else.
+anything is allowed but the end of the answer, and letters that spell `start_after` in other tokens, which a reader would
+take for it. What is allowed never depends on drafts, so neither does the text. llguidance does the matching; a bare
+image without it serves everything else.
+
+Text in a grammar is text: where it holds the name of a token such as `<tool_call>`, the name is spelled in letters.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +36,38 @@ WHITE_SPACE = r"[ ]|\n[ \t]{0,40}"
 GAP = "start: GAP? @answer\nGAP: /\\n{1,2}/\n"  # the lines that models put between thinking and answer
 
 
+class Spelling:
+    """The tokens that would finish spelling a tag in letters, where the tag is a token of its own."""
+
+    def __init__(self, tag: int, table: Seq[bytes]) -> None:
+        """`table`: bytes of every token."""
+        self._tag, self._text, self._table = tag, table[tag], table
+        last = self._text[-1:]
+        self._ends = [i for i, b in enumerate(table) if last in b and i != tag]
+        self._masks: dict[tuple[int, ...], bytes] = {}
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens said last that the tag's beginning may stand in."""
+        return len(self._text)
+
+    def without(self, allowed: bytes, said: Seq[int]) -> bytes:
+        """`allowed`, always the same mask, less what would finish the tag after the tokens `said`."""
+        tail = b"".join(self._table[t] for t in said if 0 <= t < len(self._table))
+        begun = tuple(n for n in range(len(self._text)) if tail.endswith(self._text[:n]))
+        if begun not in self._masks:
+            left = [self._text[n:] for n in begun]
+            found = [i for i in self._ends if self._text in self._table[i] or self._table[i].startswith(tuple(left))]
+            forbidden = _bits(found, len(allowed))
+            self._masks[begun] = bytes(a & ~f for a, f in zip(allowed, forbidden, strict=True)) if found else allowed
+        return self._masks[begun]
+
+
+@lru_cache(maxsize=4)
+def spelling(tokenizer: LLTokenizer, tag: int) -> Spelling:
+    return Spelling(tag, [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)])
+
+
 class Matcher:
     """What one answer may say next. Holds the tokens said, and those looked at beyond them.
 
@@ -40,11 +76,21 @@ class Matcher:
     answer must be given up.
     """
 
-    def __init__(self, grammar: LLMatcher, start_after: Seq[int] | None, eos: Seq[int], vocab: int) -> None:
+    def __init__(
+        self,
+        grammar: LLMatcher,
+        start_after: Seq[int] | None,
+        eos: Seq[int],
+        vocab: int,
+        spelling: Spelling | None = None,
+    ) -> None:
+        """`spelling`: of a trigger that is one token."""
         self._grammar = grammar
         self._trigger = list(start_after or ())
+        self._spelling = spelling
         self._begun = not self._trigger
         self._said: list[int] = []  # before the grammar begins: its last tokens, as many as the trigger may need
+        self._n_said = max(len(self._trigger), spelling.n_tokens if spelling else 0)
         self._consumed: list[int] = []  # drafts that the grammar has taken
         self._masks: dict[tuple[int, ...], bytes | None] = {}
         self._n_bytes = (vocab + 7) // 8
@@ -77,8 +123,8 @@ class Matcher:
         if self.error:
             return
         if not self._begun:
-            self._said = [*self._said, token][-len(self._trigger) :]
-            self._begun = self._said == self._trigger
+            self._said = [*self._said, token][-self._n_said :]
+            self._begun = self._triggers(())
             return
         if self._consumed[:1] == [token]:
             self._consumed.pop(0)
@@ -104,7 +150,7 @@ class Matcher:
         if not self._begun:
             n = next((i for i in range(1, 1 + len(ahead)) if self._triggers(ahead[:i])), None)
             if n is None:
-                return self._open
+                return self._spelling.without(self._open, [*self._said, *ahead]) if self._spelling else self._open
             ahead = ahead[n:]
         if not self._look(ahead) or self._grammar.is_stopped():
             mask = self._ends  # beyond the end, or a draft that cannot stand: only the end
@@ -174,7 +220,31 @@ class Grammars:
         return self._matcher(grammar, compiled)
 
     def _matcher(self, grammar: Grammar, compiled: LLMatcher) -> Matcher:
-        return Matcher(compiled.deep_copy(), grammar.start_after, self._eos, self._vocab)
+        assert self._tokenizer is not None
+        return new_matcher(compiled.deep_copy(), grammar, self._tokenizer, self._eos, self._vocab)
+
+
+class PlainTokenizer:
+    """What llguidance asks of a tokenizer. It encodes what a grammar leaves no choice about, to the byte: names of added
+    tokens are text, and nothing is normalised."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, text: str, like: LLTokenizer) -> None:
+        from tokenizers import Tokenizer
+
+        fields = json.loads(text)
+        self._plain = Tokenizer.from_str(json.dumps({**fields, "added_tokens": [], "normalizer": None}))
+        self.eos_token_id = like.eos_token
+        self.tokens = [like.decode_bytes([i]) for i in range(like.vocab_size)]
+        self.special_token_ids = [i for i in range(like.vocab_size) if like.is_special_token(i)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        ids: list[int] = self._plain.encode(
+            text.decode() if isinstance(text, bytes) else text, add_special_tokens=False
+        ).ids
+        return ids
 
 
 def make_tokenizer(file: Path, vocab: int, eos: Seq[int]) -> LLTokenizer:
@@ -190,13 +260,21 @@ def make_tokenizer(file: Path, vocab: int, eos: Seq[int]) -> LLTokenizer:
             f"Structured output needs a {file.name} beside the weights; this checkpoint has none.",
             param="response_format",
         )
-    return LLTokenizer(file.read_text("utf-8"), n_vocab=vocab, eos_token=list(eos))
+    text = file.read_text("utf-8")
+    given: Any = PlainTokenizer(text, LLTokenizer(text, n_vocab=vocab, eos_token=list(eos)))
+    return LLTokenizer(given, n_vocab=vocab, eos_token=list(eos))
 
 
 def make_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> Matcher:
     """A matcher at its beginning. Raises RequestError that names what is wrong with the grammar."""
     compiled = compile_grammar(grammar, tokenizer)
-    return Matcher(compiled, grammar.start_after, tokenizer.eos_tokens, tokenizer.vocab_size)
+    return new_matcher(compiled, grammar, tokenizer, tokenizer.eos_tokens, tokenizer.vocab_size)
+
+
+def new_matcher(compiled: LLMatcher, grammar: Grammar, tokenizer: LLTokenizer, eos: Seq[int], vocab: int) -> Matcher:
+    after = grammar.start_after
+    spelled = spelling(tokenizer, after[0]) if after is not None and len(after) == 1 else None
+    return Matcher(compiled, after, eos, vocab, spelled)
 
 
 def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:

@@ -413,6 +413,7 @@ class Answer:
     skip_special: bool = True
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()  # those asked for; the model's own end of text is no stop reason
+    constrained_by: str | None = None  # the field of the body that holds the answer to a grammar
     max_calls: int | None = None  # the answer ends after this many tool calls
     pause_at: Callable[[Answer], bool] | None = None  # asked after each token; see push
     usage: AnswerUsage = field(default_factory=AnswerUsage)
@@ -448,7 +449,7 @@ class Answer:
             usage.prompt_tokens, usage.cached_tokens = output.prompt_tokens, output.cached_tokens
         usage.drafted, usage.accepted = drafted + output.drafted, accepted + output.accepted
         if output.refused:
-            raise RequestError(output.error or "The engine refused this request.")
+            raise RequestError(output.error or "The engine refused this request.", param=self.constrained_by)
         if output.finish_reason in ("error", "cancelled"):
             raise EngineUnavailableError(f"The engine gave this answer up: {output.error or output.finish_reason}.")
         return self._push(output.tokens, output.logprobs, output.finish_reason, output.stop_token)

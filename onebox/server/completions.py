@@ -14,10 +14,10 @@ from typing import Any
 
 import onebox
 from onebox.errors import RequestError
-from onebox.request import INT64, Grammar, Request, SamplingParams, TokenLogprob
+from onebox.request import INT64, Request, SamplingParams, TokenLogprob
 from onebox.server.answers import Job, Prompt, Service, Steering, new_id
 from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer, normalize_messages
-from onebox.server.grammars import answer_grammar
+from onebox.server.grammars import Asked, answer_grammar
 from onebox.server.intake import Report
 from onebox.server.parsers import THINK_END, AnswerParser, CallDelta
 from onebox.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
@@ -80,9 +80,9 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
     tools, forced = chosen_tools(service, body)
     body, report = await taken_in(service, body)
     prompt = await chat_prompt(service, body, tools)
-    asked = body.max_completion_tokens or body.max_tokens
+    longest = body.max_completion_tokens or body.max_tokens
     params = body.sampling(
-        max_tokens=service.room(len(prompt.ids), asked),
+        max_tokens=service.room(len(prompt.ids), longest),
         vocab=service.engine.info.vocab,
         logprobs=body.n_logprobs(),
         defaults=service.defaults,
@@ -90,13 +90,14 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
     id, n = new_id("chatcmpl"), body.n or 1
     steering = None if body.thinking_token_budget is None else Steering(body.thinking_token_budget)
     one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
-    grammar = answer_grammar(body.grammar(), tools, forced, service.tokenizer.encode, parallel=not one_call)
-    if grammar is not None and prompt.thinking == "open":
-        grammar = replace(grammar, start_after=tuple(service.tokenizer.encode(THINK_END)))
+    asked = answer_grammar(body.grammar(), tools, forced, service.tokenizer.encode, parallel=not one_call)
+    if asked is not None and prompt.thinking == "open":
+        after = tuple(service.tokenizer.encode(THINK_END))
+        asked = replace(asked, grammar=replace(asked.grammar, start_after=after))
     jobs = []
     for i in range(n):
         parser = service.parser(prompt.thinking, tools)
-        job = make_job(service, body, id, i, prompt, params, parser=parser, grammar=grammar)
+        job = make_job(service, body, id, i, prompt, params, parser=parser, asked=asked)
         job.answer.max_calls = 1 if one_call else None
         jobs.append(replace(job, steering=steering))
     return Run(id, model, (prompt,), tuple(jobs), n, body, report=report)
@@ -140,7 +141,7 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
     prompts = tuple([await service.text_prompt(p, param="prompt") for p in given])
     id = new_id("cmpl")
     jobs: list[Job] = []
-    grammar = body.grammar()
+    asked = body.grammar()
     for prompt in prompts:
         params = body.sampling(
             max_tokens=service.room(len(prompt.ids), body.max_tokens or 16, param="prompt"),
@@ -149,7 +150,7 @@ async def prepare_completion(service: Service, body: CompletionBody) -> Run:
             defaults=service.defaults,
         )
         jobs += [
-            make_job(service, body, id, len(jobs) + i, prompt, params, seed_offset=i, grammar=grammar) for i in range(n)
+            make_job(service, body, id, len(jobs) + i, prompt, params, seed_offset=i, asked=asked) for i in range(n)
         ]
     return Run(id, model, prompts, tuple(jobs), n, body, report=report)
 
@@ -188,7 +189,7 @@ def make_job(
     *,
     parser: AnswerParser | None = None,
     seed_offset: int | None = None,
-    grammar: Grammar | None = None,
+    asked: Asked | None = None,
 ) -> Job:
     """Answer `index` of a request. With a seed, each of n answers has its own: seed, seed + 1, ... (64 bits)."""
     offset = index if seed_offset is None else seed_offset
@@ -201,7 +202,7 @@ def make_job(
         priority=body.priority or 0,
         snapshot_at=prompt.turn_ends,
         cache_salt=body.cache_salt or "",
-        grammar=grammar,
+        grammar=asked.grammar if asked else None,
     )
     answer = Answer(
         service.tokenizer,
@@ -211,6 +212,7 @@ def make_job(
         skip_special=body.skip_special_tokens is not False,
         min_tokens=params.min_tokens,
         stop_token_ids=params.stop_token_ids,
+        constrained_by=asked.field if asked else None,
     )
     return Job(request, answer)
 

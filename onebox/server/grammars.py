@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,14 @@ from onebox.request import Grammar
 from onebox.server.parsers import CALL, CALL_END, FUNCTION, FUNCTION_END, tool_schema, value_types
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A constraint, and the field of the body that asks for it."""
+
+    grammar: Grammar
+    field: str
 
 
 class ResponseFormat(BaseModel):
@@ -44,7 +53,7 @@ def asked_grammar(
     response_format: ResponseFormat | None,
     structured: StructuredOutputs | None,
     guided: Mapping[str, Any],
-) -> Grammar | None:
+) -> Asked | None:
     """The one constraint of a body; `guided` are vLLM's older fields, by kind. Raises RequestError for two of them."""
     found: dict[str, Grammar] = {}
     if response_format is not None and response_format.type == "json_object":
@@ -69,7 +78,7 @@ def asked_grammar(
     if len(found) > 1:
         names = ", ".join(f"'{name}'" for name in found)
         raise RequestError(f"{names}: an answer can have one constraint.", param=list(found)[-1].split(".")[0])
-    return next(iter(found.values()), None)
+    return next((Asked(grammar, field) for field, grammar in found.items()), None)
 
 
 def grammar_of(kind: str, value: Any) -> Grammar:
@@ -83,31 +92,31 @@ def grammar_of(kind: str, value: Any) -> Grammar:
 
 
 def answer_grammar(
-    asked: Grammar | None,
+    asked: Asked | None,
     tools: Sequence[Mapping[str, Any]],
     forced: Sequence[str],
     encode: Callable[[str], Sequence[int]],
     *,
     parallel: bool,
-) -> Grammar | None:
+) -> Asked | None:
     """The grammar of an answer: a call of one of the `forced` functions, or what is asked for or a call of any tool."""
     if forced:
         named = [t for t in tools if tool_schema(t)[0] in forced]
-        return Grammar("grammar", "start: calls\n" + call_rules(named, encode, parallel=parallel))
+        return Asked(Grammar("grammar", "start: calls\n" + call_rules(named, encode, parallel=parallel)), "tools")
     if asked is None or not tools:
         return asked
-    if asked.kind == "grammar":
+    if asked.grammar.kind == "grammar":
         raise RequestError(
             "A grammar of one's own cannot stand beside tools the model may call; send 'tool_choice': 'none'.",
             param="tools",
         )
-    return Grammar(
-        "grammar", f"start: calls | said\nsaid: {inline(asked)}\n" + call_rules(tools, encode, parallel=parallel)
-    )
+    rules = f"start: calls | said\nsaid: {inline(asked)}\n" + call_rules(tools, encode, parallel=parallel)
+    return Asked(Grammar("grammar", rules), asked.field)
 
 
-def inline(grammar: Grammar) -> str:
+def inline(asked: Asked) -> str:
     """A constraint as the right side of a Lark rule. Raises RequestError for a source that is no JSON."""
+    grammar = asked.grammar
     if grammar.kind == "json_object":
         return json_rule({"type": "object"})
     if grammar.kind == "regex":
@@ -115,7 +124,7 @@ def inline(grammar: Grammar) -> str:
     try:
         value = json.loads(grammar.source)
     except (ValueError, RecursionError) as e:
-        raise RequestError(f"The JSON schema cannot be used: it is not JSON ({e}).", param="response_format") from e
+        raise RequestError(f"The JSON schema cannot be used: it is not JSON ({e}).", param=asked.field) from e
     if grammar.kind == "choice":
         return " | ".join(literal(c) for c in value)
     return json_rule(value)

@@ -247,6 +247,8 @@ async def response(service: Service, run: Run) -> dict[str, Any]:
         try:
             value = json.loads(text)
         except ValueError:
+            value = None
+        if not isinstance(value, dict):
             value = {"partial_json": text}
         content.append(tool_use(call["id"], call["function"]["name"], value))
     reason = stop_reason(whole.finish_reason, whole.stop_reason, called=bool(whole.calls))

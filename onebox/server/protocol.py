@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from onebox.errors import RequestError
-from onebox.request import Grammar, SamplingParams
-from onebox.server.grammars import ResponseFormat, StructuredOutputs, asked_grammar
+from onebox.request import SamplingParams
+from onebox.server.grammars import Asked, ResponseFormat, StructuredOutputs, asked_grammar
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class GenerationBody(RequestBody, IntakeFields):
             raise RequestError(f"'stop' holds {len(stops)} strings; at most 64.", param="stop")
         return stops
 
-    def grammar(self) -> Grammar | None:
+    def grammar(self) -> Asked | None:
         """What the answer must look like. Raises RequestError for more than one constraint."""
         guided = {
             "json": self.guided_json,

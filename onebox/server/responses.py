@@ -132,6 +132,8 @@ def text_format(body: ResponsesBody) -> dict[str, Any]:
 
 def named_here(e: RequestError) -> RequestError:
     """The same error, naming the field of this API's body in place of the chat's."""
+    if e.param == "response_format":
+        e.param = "text.format"
     if e.param is not None and e.param.startswith("messages"):
         e.param = "input"
         e.args = (re.sub(r"'messages(\[\d+\])?", "'input", str(e)),)
@@ -248,6 +250,9 @@ class Responses:
             run = await prepare_chat(self.service, body.chat_body(items))
         except RequestError as e:
             raise named_here(e) from e
+        for job in run.jobs:
+            if job.answer.constrained_by == "response_format":
+                job.answer.constrained_by = "text.format"
         return replace(run, id=new_id("resp").replace("-", "_")), items
 
     def cancel(self, id: str) -> None:
