@@ -249,7 +249,8 @@ def test_a_grammar_may_still_name_a_token() -> None:
 def test_the_end_of_thinking_cannot_be_spelled_in_letters() -> None:
     """A reader of the text would take it for the end, and what follows would be held to nothing."""
     letters = [text().encode(c)[0] for c in "</think>"]
-    for pieces in (letters, text().encode("</") + text().encode("think") + text().encode(">"), text().encode("<</think")):
+    three = [t for piece in ("</", "think", ">") for t in text().encode(piece)]
+    for pieces in (letters, three, text().encode("<</think")):
         m = matcher(schema(FLAT, start_after=THINK_END))
         finishing = {i for i, b in enumerate(text().token_bytes) if b.startswith(b">")} & allowed(m)
         assert text().encode(">")[0] in finishing

@@ -1,9 +1,9 @@
 """Grammars that constrain an answer. Takes a Grammar, gives a Matcher: which tokens may come next, as bits a token.
 
 A constraint begins after the tokens `start_after` (the end of thinking), wherever in a window they land: before them
-anything is allowed but the end of the answer, and letters that spell `start_after` in other tokens, which a reader would
-take for it. What is allowed never depends on drafts, so neither does the text. llguidance does the matching; a bare
-image without it serves everything else.
+anything is allowed but the end of the answer, and letters that spell `start_after` in other tokens, which a reader
+would take for it. What is allowed never depends on drafts, so neither does the text. llguidance does the matching; a
+bare image without it serves everything else.
 
 Text in a grammar is text: where it holds the name of a token such as `<tool_call>`, the name is spelled in letters.
 """
@@ -225,8 +225,8 @@ class Grammars:
 
 
 class PlainTokenizer:
-    """What llguidance asks of a tokenizer. It encodes what a grammar leaves no choice about, to the byte: names of added
-    tokens are text, and nothing is normalised."""
+    """What llguidance asks of a tokenizer. It encodes what a grammar leaves no choice about, to the byte: names of
+    added tokens are text, and nothing is normalised."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
