@@ -232,19 +232,14 @@ class PlainTokenizer:
     bos_token_id = None
 
     def __init__(self, text: str, like: LLTokenizer) -> None:
-        from tokenizers import Tokenizer
-
-        fields = json.loads(text)
-        self._plain = Tokenizer.from_str(json.dumps({**fields, "added_tokens": [], "normalizer": None}))
+        plain = json.dumps({**json.loads(text), "added_tokens": [], "normalizer": None})
+        self._plain = type(like)(plain, eos_token=0)
         self.eos_token_id = like.eos_token
         self.tokens = [like.decode_bytes([i]) for i in range(like.vocab_size)]
         self.special_token_ids = [i for i in range(like.vocab_size) if like.is_special_token(i)]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        ids: list[int] = self._plain.encode(
-            text.decode() if isinstance(text, bytes) else text, add_special_tokens=False
-        ).ids
-        return ids
+        return self._plain.tokenize_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def make_tokenizer(file: Path, vocab: int, eos: Seq[int]) -> LLTokenizer:
