@@ -1,0 +1,1 @@
+"""Other people's interfaces, one file each, each an optional extra."""
