@@ -99,7 +99,7 @@ def speculation(text: str | None, adaptive: bool = False) -> dict[str, Any]:
     return found
 
 
-def length(text: str | None) -> int | None:
+def length(text: str | None, flag: str = "--max-model-len") -> int | None:
     """A number of tokens as vLLM writes it: 32768, 32k (thousands), 32K (1024s); auto or -1 for the model's own."""
     if text is None or text in ("auto", "-1"):
         return None
@@ -108,7 +108,7 @@ def length(text: str | None) -> int | None:
     try:
         return int(float(digits) * scale)
     except (ValueError, OverflowError) as e:
-        raise ConfigError(f"--max-model-len must be a number of tokens such as 32768 or 32k, got {text!r}.") from e
+        raise ConfigError(f"{flag} must be a number of tokens such as 32768 or 32k, got {text!r}.") from e
 
 
 def make_engine(config: EngineConfig) -> EngineClient:
@@ -346,9 +346,57 @@ def plan(
     snapshot_host_gb: SnapshotHostGb = 0.0,
     speculative_config: Speculative = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
+    box: Annotated[
+        str | None, typer.Option(help="A machine you do not have: dgx-spark, rtx-pro-6000, h200, ...")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="With --box: tokens of each user; 4096, 32K.")] = None,
+    users: Annotated[int | None, typer.Option(help="With --box: answers at a time.")] = None,
+    build: Annotated[str | None, typer.Option(help="With --box: hybrid, int4, fp8, nvfp4, ...; else by name.")] = None,
+    k: Annotated[int | None, typer.Option(help="With --box: drafts a step; left out: the best.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="With --box: drafts kept, by position: 0.9,0.8,0.7.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
-    """Show where `serve` with these flags would put memory, from the checkpoint's headers alone."""
+    """Show where `serve` with these flags would put memory, from the checkpoint's headers alone.
+
+    With --box: what that machine would do with the model, before anything is downloaded. MODEL may then be a folder, a
+    hub id or a shape's name (qwen3.5-122b-a10b).
+    """
+    if box is not None:
+        refuse_with_box(
+            {
+                "--device": device != "auto",
+                "--dtype": dtype != "auto",
+                "--max-model-len": max_model_len,
+                "--max-num-seqs": max_num_seqs != 16,
+                "--speculative-config": speculative_config,
+                "--kv-gb": kv_gb,
+                "--snapshot-host-gb": snapshot_host_gb,
+            }
+        )
+        plan_box(
+            resolve_model(model, None),
+            box,
+            context=length(context, "--context") or 4096,
+            users=1 if users is None else users,
+            build=build,
+            k=k,
+            acceptance=acceptance,
+            as_json=as_json,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            memory_floor_gb=memory_floor_gb,
+            prefix_caching=enable_prefix_caching,
+        )
+        return
+    for flag, value in (("--context", context), ("--users", users), ("--build", build), ("--k", k)):
+        if value is not None:
+            raise ConfigError(f"{flag} goes with --box; see 'onebox plan --help'.")
+    if model is not None and not Path(model).is_dir():
+        from onebox.engine.forecast import Subject
+        from onebox.ledger import BOXES
+
+        Subject.of(model)
+        raise ConfigError(f"{model} is not a folder here; name a machine: --box {'|'.join(BOXES)}.")
     import torch
 
     from onebox.engine.plan import plan_for, table
@@ -377,6 +425,39 @@ def plan(
     else:
         for line in found.lines():
             typer.echo(line)
+
+
+def refuse_with_box(given: dict[str, object]) -> None:
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} is about this machine; with --box say --context, --users, --build and --k.")
+
+
+def plan_box(
+    model: str,
+    box: str,
+    *,
+    context: int,
+    users: int,
+    build: str | None,
+    k: int | None,
+    acceptance: str | None,
+    as_json: bool,
+    **engine: Any,
+) -> None:
+    from onebox.engine.forecast import ACCEPTANCE, Subject, forecast, show
+
+    try:
+        kept = tuple(float(a) for a in acceptance.split(",")) if acceptance else ACCEPTANCE
+    except ValueError as e:
+        raise ConfigError(f"--acceptance must be numbers such as 0.9,0.8, got {acceptance!r}.") from e
+    subject = Subject.of(model, build)
+    config = EngineConfig(subject.name, **engine)
+    made = forecast(subject, box, context=context, users=users, k=k, acceptance=kept, config=config)
+    if as_json:
+        typer.echo(json.dumps(made.json(), indent=1))
+    else:
+        show(made, sys.stdout)
 
 
 @app.command()

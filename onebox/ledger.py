@@ -7,7 +7,7 @@ The one copy of this arithmetic: `plan` prints it, the engine sizes memory with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from onebox.errors import ConfigError
@@ -21,7 +21,8 @@ WEIGHT_BYTES = {
     "int4": 0.5 + 2 / 128,
     "nvfp4": 0.5 + 1 / 16,
 }
-KV_BYTES = {"bf16": 2.0, "fp8": 1.0, "fp32": 4.0}  # bytes a stored K or V element
+# bytes a stored K or V element; tq4 is four bits and one 16-bit norm for a head's 256
+KV_BYTES = {"bf16": 2.0, "fp8": 1.0, "tq4": 0.5 + 2 / 256, "fp32": 4.0}
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0}  # bytes an element of a recurrent state
 
 
@@ -124,6 +125,82 @@ SHAPES = {
     "qwen3.5-35b-a3b": _spec(hidden=2048, n_layers=40, n_heads=16, gdn_v_heads=32, width=512),
     "qwen3.5-27b": _spec(hidden=5120, n_layers=64, n_heads=24, gdn_v_heads=48, width=17_408, dense=True),
 }
+
+
+@dataclass(frozen=True)
+class Box:
+    """A machine one can buy: memory bandwidth as its data sheet says, memory as its driver reports it, in bytes.
+
+    `taken` is what system and driver hold before anything is loaded.
+    """
+
+    title: str
+    bytes_per_s: float
+    memory: float
+    capability: tuple[int, int]
+    unified: bool = False
+    taken: float = 0.6e9
+
+
+BOXES = {
+    "dgx-spark": Box("DGX Spark (GB10)", 273e9, 128e9, (12, 1), unified=True, taken=5e9),
+    "rtx-pro-6000": Box("RTX PRO 6000 Blackwell", 1.792e12, 102e9, (12, 0)),
+    "rtx-5090": Box("GeForce RTX 5090", 1.792e12, 34.1e9, (12, 0)),
+    "rtx-4090": Box("GeForce RTX 4090", 1.008e12, 25.7e9, (8, 9)),
+    "rtx-3090": Box("GeForce RTX 3090", 0.936e12, 25.7e9, (8, 6)),
+    "l40s": Box("L40S", 0.864e12, 48.3e9, (8, 9)),
+    "a100": Box("A100 80 GB SXM", 2.039e12, 85.5e9, (8, 0)),
+    "h100": Box("H100 80 GB SXM", 3.35e12, 85.5e9, (9, 0)),
+    "h200": Box("H200 SXM", 4.8e12, 150e9, (9, 0)),
+    "b200": Box("B200", 8.0e12, 192e9, (10, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One technique of the ladder on top of those below it."""
+
+    name: str
+    build: Build
+    k: int = 0
+
+
+def ladder(kv: Sequence[str] = ("fp8", "tq4")) -> tuple[Rung, ...]:
+    """The published techniques, each on top of the last: weight formats, drafts, drafter, KV formats of a build."""
+    plain, shared, full = BUILDS["int4"], BUILDS["int4-fp8"], BUILDS["hybrid"]
+    head = replace(shared, head="int8")
+    return (
+        Rung("INT4", plain),
+        Rung("+ FP8 shared expert", shared),
+        Rung("+ INT8 head", head),
+        *(Rung(f"+ MTP-{k}", head, k) for k in (1, 2, 3)),
+        Rung("+ quantised drafter", full, 3),
+        *(Rung(f"+ {name} KV", replace(full, kv=name), 3) for name in kv),
+    )
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How long a decode step of the engine takes beyond its bytes, fitted to measured steps.
+
+    A step reads its bytes at `share` of the data sheet's bandwidth and takes `layer_s` a layer; each of its rows above
+    `rows` costs as much as reading `row_bytes` a layer.
+    """
+
+    share: float
+    layer_s: float
+    row_bytes: float
+    device: str
+    rows: int = 32
+
+    def step_s(self, spec: Spec, step: StepBytes, box: Box, *, batch: int, k: int) -> float:
+        """Seconds of one step; a draft is one more layer."""
+        layers, beyond = spec.n_layers + k, max(batch * (k + 1) - self.rows, 0)
+        return (step.total + layers * beyond * self.row_bytes) / (self.share * box.bytes_per_s) + layers * self.layer_s
+
+
+# `onebox bench efficiency` fits these to results/engine.jsonl; docs/benchmarks.md has prediction beside measurement
+MEASURED = Efficiency(share=0.478, layer_s=21.4e-6, row_bytes=41.6e6, device="NVIDIA H200")
 
 
 @dataclass(frozen=True)

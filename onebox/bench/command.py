@@ -15,6 +15,7 @@ MODULES = {
     "decode": "a decode step as one CUDA graph, random weights",
     "kernels": "every kernel of a step against its byte floor",
     "engine": "greedy decoding through the engine on a GPU",
+    "efficiency": "what plan expects of the engine, from its measured steps",
     "quality": "a build against its reference: KL, top-1, needles",
     "chat": "greedy chat answers: how many are right",
     "drafters": "drafters side by side on the same chats",

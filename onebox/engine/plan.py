@@ -155,10 +155,10 @@ class Sizes:
     snapshot: float
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: Spec, *, draft_len: int, mtp: bool) -> Sizes:
+    def of(cls, config: EngineConfig, spec: Spec, *, draft_len: int, mtp: bool, kv: str | None = None) -> Sizes:
         element = float(getattr(torch, config.dtype).itemsize)
         state = "fp32" if config.state_dtype == "float32" else "bf16"
-        build = Build(kv="fp32" if element == 4 else "bf16", state=state)
+        build = Build(kv=kv or ("fp32" if element == 4 else "bf16"), state=state)
         return cls(
             page=kv_bytes_per_token(spec, build, mtp=mtp) * PAGE_SIZE,
             slot=slot_bytes(spec, 1 + draft_len, build, element=element),
@@ -167,9 +167,16 @@ class Sizes:
 
 
 def plan_memory(
-    config: EngineConfig, spec: Spec, machine: Machine, *, weights: float, draft_len: int, mtp: bool
+    config: EngineConfig,
+    spec: Spec,
+    machine: Machine,
+    *,
+    weights: float,
+    draft_len: int,
+    mtp: bool,
+    kv: str | None = None,
 ) -> MemoryPlan:
-    """Divide the machine's memory. `config` has a definite device and dtype.
+    """Divide the machine's memory. `config` has a definite device and dtype; `kv` None stores KV in that dtype.
 
     Weights, workspace and graphs come first; then one answer; then what was asked for by number; the rest goes to
     slots (at most half of it), snapshots and pages, in this order. Raises ConfigError when it does not fit.
@@ -179,7 +186,7 @@ def plan_memory(
         raise ConfigError(
             f"max_model_len {asked_len} is more than the checkpoint's {positions} positions (max_position_embeddings)."
         )
-    sizes = Sizes.of(config, spec, draft_len=draft_len, mtp=mtp)
+    sizes = Sizes.of(config, spec, draft_len=draft_len, mtp=mtp, kv=kv)
     longest, drafted = asked_len or positions, 2 * draft_len
     n_host = int(config.snapshot_host_gb * GB / sizes.snapshot) if config.prefix_caching else 0
     host = n_host * sizes.snapshot
@@ -317,6 +324,41 @@ def plan_memory(
     )
     assert plan.used <= capacity, plan
     return plan
+
+
+def users_that_fit(
+    config: EngineConfig,
+    spec: Spec,
+    machine: Machine,
+    *,
+    context: int,
+    weights: float,
+    draft_len: int,
+    mtp: bool,
+    kv: str | None = None,
+    most: int = 4096,
+) -> int:
+    """How many answers of `context` tokens each `plan_memory` takes at once, `most` at the most; 0 when not one."""
+    sizes = Sizes.of(config, spec, draft_len=draft_len, mtp=mtp, kv=kv)
+    pages = max(pages_for(context + 2 * draft_len), MIN_PAGES)
+
+    def fits(n: int) -> bool:
+        kv_gb = n * pages * sizes.page * (1 + 1e-9) / GB
+        wanted = replace(config, max_num_seqs=n, max_model_len=context, kv_gb=kv_gb, snapshots=None)
+        try:
+            made = plan_memory(wanted, spec, machine, weights=weights, draft_len=draft_len, mtp=mtp, kv=kv)
+        except ConfigError:
+            return False
+        return made.max_num_seqs == n
+
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _snapshots(config: EngineConfig, machine: Machine, sizes: Sizes, room: float) -> int:
