@@ -13,12 +13,11 @@ import typer
 
 import onebox
 from onebox.bench import command as bench_command
-from onebox.config import MAX_DRAFT_LEN, EngineConfig, environment_keys, share_cores, upstream_key
+from onebox.config import MAX_DRAFT_LEN, EngineConfig, bundled_model, environment_keys, share_cores, upstream_key
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
     from onebox.engine.client import EngineClient
-    from onebox.prompt import Scorer
 
 app = typer.Typer(
     name="onebox",
@@ -141,35 +140,9 @@ def read_text(file: str) -> str:
 
 
 def resolve_model(model: str | None, flag: str | None) -> str:
-    from onebox.server.serve import bundled_model
-
     if model and flag and model != flag:
         raise ConfigError(f"two models given, {model!r} and --model {flag!r}; give one.")
     return model or flag or bundled_model()
-
-
-def bundled_scorer() -> Scorer:
-    """The bundled model as a scorer of prompts: no download, no second model."""
-    from functools import partial
-    from pathlib import Path
-
-    from tokenizers import Tokenizer
-
-    from onebox.model.load import load_model
-    from onebox.model.logprobs import prompt_logprobs
-    from onebox.prompt import EngineScorer
-
-    folder = Path(resolve_model(None, None))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # special tokens in a prompt are text
-
-    def encode(text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, found.offsets
-
-    score = partial(prompt_logprobs, load_model(folder, mtp=False).model)
-    first = tokenizer.token_to_id("<|endoftext|>")
-    return EngineScorer(score, encode, first=first, window=1024, name="the bundled model")
 
 
 Model = Annotated[str | None, typer.Argument(help="Checkpoint folder. Left out: the bundled test model.")]
@@ -240,7 +213,7 @@ def serve(
     ] = 30.0,
     compress_over: Annotated[int | None, typer.Option(help="Shorten longer prompts to this many tokens.")] = None,
     compress_method: Annotated[str, typer.Option(help="auto, llmlingua, longllmlingua or llmlingua2.")] = "auto",
-    compress_model: Annotated[str | None, typer.Option(help="Scorer of the methods other than auto.")] = None,
+    compress_model: Annotated[str | None, typer.Option(help="Scorer of other methods; the bundled model.")] = None,
     guard: Annotated[str | None, typer.Option(help="annotate, flag or block prompts that look like attacks.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", hidden=True)] = 1,
     pipeline_parallel_size: Annotated[int, typer.Option(hidden=True)] = 1,
@@ -612,7 +585,7 @@ def compress(
 
     if rate is None and target_tokens is None:
         rate = 0.5
-    compressor = command.build_compressor(method, model, bundled_scorer)
+    compressor = command.build_compressor(method, model)
     options = {"rate": rate, "target_tokens": target_tokens, "question": question}
     text = read_text(file)
     if jsonl:

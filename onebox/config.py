@@ -9,6 +9,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Literal
 
 from onebox.errors import ConfigError
@@ -117,6 +118,11 @@ class EngineConfig:
             )
         graphs = fast and fused and in_graph if self.cuda_graphs is None else self.cuda_graphs
         return replace(self, device=device, dtype=dtype, fused=fused, cuda_graphs=graphs)
+
+
+def bundled_model() -> str:
+    """Folder of the model that comes with the package."""
+    return str(files("onebox") / "models" / "tiny")
 
 
 def environment_keys() -> tuple[str, ...]:

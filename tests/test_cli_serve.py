@@ -18,9 +18,9 @@ import pytest
 from serving import TINY, saying
 
 from onebox import cli
-from onebox.config import EngineConfig
+from onebox.config import EngineConfig, bundled_model
 from onebox.errors import CheckpointError, ConfigError
-from onebox.server.serve import ServeOptions, bundled_model, curl_line, in_background, sampling_defaults
+from onebox.server.serve import ServeOptions, curl_line, in_background, sampling_defaults
 from onebox.server.serve import serve as run_server
 
 

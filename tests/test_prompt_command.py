@@ -17,6 +17,7 @@ from transformers import BertConfig, BertForTokenClassification
 
 from onebox import cli
 from onebox.prompt import ClassifierScorer, Compressor
+from onebox.prompt.bundled import bundled_scorer
 from tests.test_prompt_methods import OTHERS, PROSE, wordpiece
 
 COMPRESS = [sys.executable, "-m", "onebox.cli", "compress"]
@@ -117,7 +118,7 @@ def test_the_bundled_model_scores_prompts_without_a_download(
 
 
 def test_the_bundled_models_surprisal_is_lower_for_prose_than_for_its_words_in_disorder() -> None:
-    scorer = cli.bundled_scorer()
+    scorer = bundled_scorer()
     shuffled = " ".join(np.random.default_rng(0).permutation(PROSE.split()))
     together = scorer.score([PROSE, shuffled, "a <|endoftext|> b"])
     plain, disorder = (float(found.scores.mean()) for found in together[:2])

@@ -154,7 +154,7 @@ def test_roles_say_what_is_kept() -> None:
         ({"rate": 2}, "compress.rate"),
         ({"rate": 0.5, "target_tokens": 5}, "not both"),
         ({"method": "zip"}, "compress.method"),
-        ({"method": "llmlingua"}, "--compress-model"),
+        ({"method": "llmlingua2"}, "--compress-model"),
         ({"ratio": 0.5}, "compress.ratio"),
         ({"roles": {"user": "drop"}}, "compress.roles"),
         ("maybe", "compress"),
@@ -166,9 +166,25 @@ def test_compression_options_are_checked(compress: Any, says: str) -> None:
     assert says in answer.json()["error"]["message"] or answer.json()["error"]["param"] == says
 
 
+def test_a_causal_method_without_a_model_scores_with_the_bundled_one() -> None:
+    """As a body's wish, and as what the server does by itself; with roles too."""
+    asked = {"method": "llmlingua", "rate": 0.5, "roles": {"assistant": "keep"}}
+    for body, options in (
+        ({"compress": asked}, IntakeOptions()),
+        ({}, IntakeOptions(compress_over=N_LONG // 2, method="longllmlingua")),
+    ):
+        engine = hello()
+        answer = post(engine, CHAT, {"messages": LONG, **body}, intake=options)
+        assert answer.status_code == 200, answer.text
+        done = answer.json()["usage"]["onebox"]["compression"]
+        assert done["method"] == (asked["method"] if body else "longllmlingua")
+        assert done["tokens_after"] < 0.7 * done["tokens_before"]
+        assert "What is the password for the east gate?" in prompt_of(engine)
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"compress_over": 0}, {"method": "zip"}, {"method": "llmlingua"}, {"guard": "shout"}],
+    [{"compress_over": 0}, {"method": "zip"}, {"method": "llmlingua2"}, {"guard": "shout"}],
     ids=lambda o: str(o),
 )
 def test_options_of_the_server_are_checked(options: dict[str, Any]) -> None:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from onebox.bench import record
+from onebox.config import bundled_model
 from onebox.server.app import create_app
 from onebox.server.chat import Tokenizer
-from onebox.server.serve import HttpOptions, bundled_model, listen, uvicorn_server
+from onebox.server.serve import HttpOptions, listen, uvicorn_server
 from onebox.testing import FakeEngine
 
 QUANTILES = (("p50", 0.5), ("p99", 0.99), ("max", 1.0))

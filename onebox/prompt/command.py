@@ -10,24 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from onebox.errors import PromptError
+from onebox.prompt.bundled import bundled_scorer
 from onebox.prompt.causal import CausalScorer
 from onebox.prompt.compressor import CompressedPrompt, Compressor
 from onebox.prompt.llmlingua2 import ClassifierScorer
 from onebox.prompt.scoring import Scorer
 
+CAUSAL_METHODS = ("llmlingua", "longllmlingua")
 
-def build_compressor(method: str, model: str | None, bundled: Callable[[], Scorer] | None = None) -> Compressor:
+
+def build_compressor(method: str, model: str | None) -> Compressor:
     """The compressor a command line asks for. `model`: a folder or an id for the methods that need one; left out, the
-    causal methods take `bundled`, which costs nothing until it is called."""
+    causal methods take the bundled model. Raises PromptError when llmlingua2 has none."""
     scorer: Scorer | None = None
     if model:
         scorer = (
             ClassifierScorer.from_pretrained(model) if method == "llmlingua2" else CausalScorer.from_pretrained(model)
         )
-    elif method in ("llmlingua", "longllmlingua") and bundled is not None:
-        scorer = bundled()
-    elif method in ("llmlingua", "longllmlingua", "llmlingua2"):
-        raise PromptError(f"--method {method}: needs --model, a folder or id; --method auto needs none")
+    elif method in CAUSAL_METHODS:
+        scorer = bundled_scorer()
+    elif method == "llmlingua2":
+        raise PromptError(f"--method {method}: needs --model, a folder or id of a token classifier")
     return Compressor(method, scorer=scorer)  # type: ignore[arg-type]  # Compressor refuses unknown names
 
 

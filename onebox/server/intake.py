@@ -52,7 +52,8 @@ encode_json = msgspec.json.Encoder().encode
 class IntakeOptions:
     """What is done when a body does not say. `compress_over` in tokens: longer prompts are shortened to it.
 
-    `scorer` is the folder or id of the model that every method but auto needs.
+    `scorer` is the folder or id of the model that methods other than auto score with; llmlingua2 must have one, for the
+    others it is the bundled model if not given.
     """
 
     compress_over: int | None = None
@@ -71,8 +72,13 @@ class IntakeOptions:
         methods, policies = get_args(CompressMethod), get_args(GuardPolicy)
         check(self.method in methods, "--compress-method", f"one of {', '.join(methods)}", self.method)
         check(self.guard is None or self.guard in policies, "--guard", f"one of {', '.join(policies)}", self.guard)
-        if self.method != "auto" and not self.scorer:
-            raise ConfigError(f"--compress-method {self.method} needs --compress-model; auto needs none.")
+        if needs_scorer(self.method) and not self.scorer:
+            raise ConfigError(f"--compress-method {self.method} needs --compress-model, a token classifier.")
+
+
+def needs_scorer(method: CompressMethod) -> bool:
+    """Whether no model that comes with the package can do it."""
+    return method == "llmlingua2"
 
 
 @dataclass(frozen=True)
@@ -194,9 +200,9 @@ class Intake:
         asked: dict[str, Any] = {"method": options.method, **given}
         if not {"rate", "target_tokens", "over_tokens"} & set(asked):
             asked |= {"over_tokens": options.compress_over} if options.compress_over else {"rate": DEFAULT_RATE}
-        if asked["method"] != "auto" and not options.scorer:
+        if needs_scorer(asked["method"]) and not options.scorer:
             raise RequestError(
-                f"'compress.method' {asked['method']!r} needs a server started with --compress-model; auto needs none.",
+                f"'compress.method' {asked['method']!r} needs a server started with --compress-model; others need none.",
                 param="compress.method",
             )
         return asked

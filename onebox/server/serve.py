@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, get_args
@@ -119,11 +118,6 @@ def all_keys(given: Sequence[str], file: str | None, environment: Sequence[str])
             raise ConfigError(f"--api-key-file {file}: holds no key, and would let anyone in.")
         keys += found
     return tuple(dict.fromkeys(keys))
-
-
-def bundled_model() -> str:
-    """Folder of the model that comes with the package."""
-    return str(files("onebox") / "models" / "tiny")
 
 
 def model_folder(model: str) -> Path:
