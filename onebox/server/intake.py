@@ -202,7 +202,7 @@ class Intake:
             asked |= {"over_tokens": options.compress_over} if options.compress_over else {"rate": DEFAULT_RATE}
         if needs_scorer(asked["method"]) and not options.scorer:
             raise RequestError(
-                f"'compress.method' {asked['method']!r} needs a server started with --compress-model; others need none.",
+                f"'compress.method' {asked['method']!r} needs a server started with --compress-model; others do not.",
                 param="compress.method",
             )
         return asked
