@@ -328,3 +328,19 @@ def test_the_prompt_library_imports_no_engine_and_no_torch() -> None:
 def test_a_unit_is_one_only_where_it_can_be(text: str, number: str) -> None:
     pieces = text_pieces(text, 0, len(text), Bonds(), Options())
     assert [text[p.start : p.end] for p in pieces if p.kind == "number"] == [number]
+
+
+JOINED = (
+    "A 31-member council with a 9-year term met in the north–south corridor at 0°N; influences—such as Plato(the elder)and "
+    "Boys(are here)yet they end.Next came 43-story towers, a,b,c and x/y or his/her 000-strong army of state-of-the-art re-entry "
+    'units... in 1990–1995 "quoted"text. The mother-in-law\'s well-being is fine; he said:never again. Fish&chips, 5+5, km/h.'
+)
+
+
+@pytest.mark.parametrize("percent", range(10, 100, 6))
+def test_no_word_of_the_output_is_one_that_nobody_wrote(percent: int) -> None:
+    words = regex.compile(r"\w+")
+    for rotated in range(0, len(JOINED), 40):
+        text = JOINED[rotated:] + " " + JOINED[:rotated]
+        out = Compressor("auto").compress(text, rate=percent / 100).text
+        assert set(words.findall(out)) <= set(words.findall(text))

@@ -349,6 +349,7 @@ def _tie(
         lead = right
     _bind_names(text, pieces)
     _bind_operators(text, pieces)
+    _bind_joints(text, pieces)
     if options.force_tokens or options.keep_digits:
         _force(text, pieces, options)
     if options.keep_rules and options.policy("rule") == "keep":
@@ -442,6 +443,43 @@ def _bind_operators(text: str, pieces: list[Piece]) -> None:
             if piece.needs < 0 and piece.bond != bond:
                 pieces[position] = replace(piece, needs=bond, pulls=True)
         index = last
+
+
+_MARKS = frozenset(("other", "sep", "end", "open", "close", "cmp", "rule_line"))
+_COMPOUND = frozenset("-.\u2010\u2011/°·+&_'’*×")
+
+
+def _bind_joints(text: str, pieces: list[Piece]) -> None:
+    """A mark that alone keeps two words apart ("influences—such") stays with the word before it, and what it makes one
+    word of ("31-member", "0°N") goes as one: dropping it would make a word that nobody wrote."""
+    joined: dict[int, int] = {}
+    left = -1  # the last piece that is no mark, while no whitespace has come since
+    for index, piece in enumerate(pieces):
+        if piece.lead != piece.start:
+            left = -1
+        if piece.kind in _MARKS:
+            continue
+        if 0 <= left < index - 1 and text[pieces[left].end - 1].isalnum() and text[piece.start].isalnum():
+            run, before = range(left + 1, index), pieces[left]
+            bond = joined.get(before.bond, before.bond)
+            closing = next((at for at in run if pieces[at].kind != "open"), None)
+            if len(run) == 1 and text[pieces[left + 1].start : pieces[left + 1].end] in _COMPOUND:
+                joined[piece.bond] = bond
+                pieces[left + 1] = replace(
+                    pieces[left + 1], bond=bond, needs=pieces[left].needs, pulls=pieces[left].pulls
+                )
+            elif closing is not None:
+                pieces[closing] = replace(
+                    pieces[closing], bond=bond, needs=pieces[left].needs, pulls=pieces[left].pulls
+                )
+            else:
+                pieces[index - 1] = replace(pieces[index - 1], bond=piece.bond, needs=piece.needs, pulls=piece.pulls)
+        left = -1 if piece.kind == "unspaced" else index
+    if joined:
+        for index, piece in enumerate(pieces):
+            if piece.bond in joined or piece.needs in joined:
+                bond, needs = joined.get(piece.bond, piece.bond), joined.get(piece.needs, piece.needs)
+                pieces[index] = replace(piece, bond=bond, needs=-1 if needs == bond else needs)
 
 
 def _operator_end(text: str, pieces: list[Piece], index: int) -> int:
