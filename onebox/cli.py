@@ -203,6 +203,7 @@ def serve(
         str | None, typer.Option(metavar="URL", help="Serve in front of this server; no model is loaded.")
     ] = None,
     upstream_timeout: Annotated[float, typer.Option(help="Seconds without a byte from it before 504.")] = 600.0,
+    self_check: Annotated[bool, typer.Option(help="Refuse a model whose numbers are wrong.")] = True,
     single_process: Annotated[bool, typer.Option(help="Run the engine in a thread of the server.")] = False,
     stall_s: Annotated[float, typer.Option(help="Seconds a step may take before the engine is restarted.")] = 60.0,
     log_level: Annotated[str, typer.Option("--log-level", "--uvicorn-log-level")] = "info",
@@ -289,6 +290,7 @@ def serve(
             memory_floor_gb=memory_floor_gb,
             snapshot_host_gb=snapshot_host_gb,
             prefix_caching=enable_prefix_caching,
+            self_check=self_check,
             single_process=single_process,
             stall_s=stall_s,
         ),

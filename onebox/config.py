@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Literal
 
 from onebox.errors import ConfigError
@@ -35,6 +36,7 @@ class EngineConfig:
     drafts come from the first so many tokens alone; what is said stays the same.
     `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
     captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits.
+    `self_check` refuses a checkpoint whose logits for a fixed prompt are wrong, once it is loaded (model/selfcheck.py).
     A server runs the engine in a process of its own unless `single_process`, and restarts it when one step lasts
     `stall_s` seconds. Raises ConfigError naming the value out of range.
     """
@@ -63,6 +65,7 @@ class EngineConfig:
     fused: bool | None = None
     cuda_graphs: bool | None = None
     debug: bool = False
+    self_check: bool = True
     single_process: bool = False
     stall_s: float = 60.0
 
@@ -134,6 +137,14 @@ def environment_keys() -> tuple[str, ...]:
 def upstream_key() -> str | None:
     """ONEBOX_UPSTREAM_KEY: the key for the server behind, which a command line would show to every user."""
     return os.environ.get("ONEBOX_UPSTREAM_KEY") or None
+
+
+def fingerprints() -> Path:
+    """Where the logits of self-checks are kept: ONEBOX_CACHE, else `onebox` in XDG_CACHE_HOME or ~/.cache."""
+    cache = os.environ.get("ONEBOX_CACHE")
+    if cache:
+        return Path(cache) / "fingerprints"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "onebox" / "fingerprints"
 
 
 def cpu_threads() -> int:

@@ -6,11 +6,16 @@ whether kernels run in its interpreter: they do where there is no GPU.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["ONEBOX_CACHE"] = tempfile.mkdtemp(prefix="onebox-tests-")
+atexit.register(shutil.rmtree, os.environ["ONEBOX_CACHE"], ignore_errors=True)
 
-import torch
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

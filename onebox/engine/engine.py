@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from onebox.config import EngineConfig, cpu_threads
+from onebox.config import EngineConfig, cpu_threads, fingerprints
 from onebox.engine.captured import CapturedSteps, Flight, capturable, foreseeable
 from onebox.engine.client import EngineInfo, EngineStats, Progress, unheard
 from onebox.engine.grammar import Grammars, Matcher
@@ -31,6 +31,7 @@ from onebox.errors import CheckpointError, ContextLengthError, RequestError
 from onebox.ledger import BUILDS, Build
 from onebox.model.cache import Cache
 from onebox.model.load import Loaded, load_model
+from onebox.model.selfcheck import self_check
 from onebox.request import FinishReason, Output, Request
 from onebox.spec import Spec
 
@@ -61,6 +62,9 @@ class Engine:
                 fused=bool(config.fused),
                 progress=lambda done, total: progress("weights", done, total),
             )
+            if config.self_check:
+                progress("self-check", 0, 0)
+                logger.info("self-check: %s", self_check(loaded.model, Path(config.model), fingerprints()))
         progress("memory", 0, 0)
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan

@@ -24,7 +24,7 @@ def linear(x: Tensor, w: Weight) -> Tensor:
         from onebox.kernels.gemm import matmul  # triton, which a CPU run never imports
 
         return matmul(x, w)
-    return F.linear(x, w if isinstance(w, Tensor) else dequantize(w, x.dtype))
+    return F.linear(x, w.to(x.dtype) if isinstance(w, Tensor) else dequantize(w, x.dtype))
 
 
 def mean_square(x: Tensor) -> Tensor:

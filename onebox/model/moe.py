@@ -31,7 +31,7 @@ def moe(x: Tensor, w: MoeWeights, spec: Spec) -> Tensor:
     weights, experts = route_ref(linear(x, w.router), spec.top_k)
     if on_gpu(x) and (routed_on_gpu := _kernels(x, w, weights, experts)) is not None:
         routed = routed_on_gpu
-    elif isinstance(w.gate_up, Tensor) and isinstance(w.down, Tensor):
+    elif isinstance(w.gate_up, Tensor) and isinstance(w.down, Tensor) and w.gate_up.dtype == w.down.dtype == x.dtype:
         routed = experts_ref(x, w.gate_up, w.down, weights, experts)
     else:
         routed = _packed_experts(x, w, weights, experts)
