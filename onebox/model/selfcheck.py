@@ -1,9 +1,9 @@
 """Whether a loaded model's numbers can be believed: a fixed prompt's logits, before the first request is served.
 
 Three findings refuse a model: a logit that is no number; a 16-bit model on a GPU whose first layers differ from
-the same layers in fp32, where no Triton kernel takes part; logits that differ from those stored for the same weights. They are
-stored in the checkpoint's own `fingerprint.json` (`python -m onebox.model.selfcheck DIR` writes it) or, by the first
-start that passes, in the user's cache. Bounds are wide: they tell wrong numbers from rounding, and quality is
+the same layers in fp32, where no Triton kernel takes part; logits that differ from those stored for the same weights.
+They are stored in the checkpoint's own `fingerprint.json` (`python -m onebox.model.selfcheck DIR` writes it) or, by the
+first start that passes, in the user's cache. Bounds are wide: they tell wrong numbers from rounding, and quality is
 bench.quality's business.
 """
 
@@ -149,8 +149,8 @@ def check_logits(logits: Tensor, stored: Fingerprint, at: Path, folder: Path, dt
     if off > bound:
         raise CheckpointError(
             f"{folder}: self-check: the logits of a fixed prompt are off by {off:.2g} of their spread "
-            f"(bound {bound:g}) from those in {at}. Check the weights with 'onebox build --verify {folder}'; if they were "
-            "changed on purpose, delete that file."
+            f"(bound {bound:g}) from those in {at}. Check the weights with 'onebox build --verify {folder}'; "
+            "if they were changed on purpose, delete that file."
         )
 
 
