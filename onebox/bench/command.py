@@ -17,6 +17,7 @@ MODULES = {
     "engine": "greedy decoding through the engine on a GPU",
     "efficiency": "what plan expects of the engine, from its measured steps",
     "quality": "a build against its reference: KL, top-1, needles",
+    "scbench": "SCBench: questions about one context, by turns and requests",
     "chat": "greedy chat answers: how many are right",
     "drafters": "drafters side by side on the same chats",
     "state": "16-bit recurrent states against fp32 ones",
