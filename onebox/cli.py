@@ -267,7 +267,8 @@ def serve(
             guard=guard,  # type: ignore[arg-type]
         ),
     }
-    say(f"onebox {onebox.__version__}")
+    if log_format != "json":
+        say(f"onebox {onebox.__version__}")
     if upstream is not None:
         if model or model_flag:
             raise ConfigError(f"--upstream {upstream} serves that server's model; leave {model or model_flag!r} out.")

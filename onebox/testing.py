@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from onebox.engine.client import MAX_JOINED, EngineInfo, EngineStats, Health
+from onebox.engine.client import MAX_JOINED, EngineInfo, EngineStats, Health, StartClock
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
 from onebox.request import FinishReason, Output, Request, TokenLogprob
 
@@ -21,6 +21,7 @@ class FakeEngine:
     comes after `prefill_s`. `paced`: steps go on while their Outputs wait to be read, as those of an engine elsewhere
     do, and what has waited comes as one Output. Beyond `max_num_seqs` requests wait, beyond `max_waiting` they are
     refused. `fail_after` ends each answer with an error after that many tokens; `fail_start` is what start() raises.
+    `phases` are those of the start, each with its seconds.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class FakeEngine:
         max_waiting: int = 256,
         fail_after: int | None = None,
         fail_start: OneboxError | None = None,
+        phases: Sequence[tuple[str, float]] = (),
     ) -> None:
         self.script: Script = script if callable(script) else lambda _: script
         self.tokens_per_step, self.step_s, self.prefill_s = tokens_per_step, step_s, prefill_s
         self.paced = paced
         self.max_waiting, self.fail_after, self.fail_start = max_waiting, fail_after, fail_start
+        self.phases, self._clock = phases, StartClock("process")
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.is_alive = False
@@ -57,8 +60,14 @@ class FakeEngine:
 
     async def start(self) -> None:
         await asyncio.sleep(0)
+        self._clock = StartClock("process")
+        for name, seconds in self.phases:
+            for i in range(10):
+                self._clock(name, i, 10)
+                await asyncio.sleep(seconds / 10)
         if self.fail_start is not None:
             raise self.fail_start
+        self._clock.end()
         self.is_alive = True
 
     async def stop(self) -> None:
@@ -68,7 +77,12 @@ class FakeEngine:
         return self.is_alive
 
     def health(self) -> Health:
-        return Health("ready") if self.is_alive else Health("failed", "the engine is stopped")
+        clock = self._clock
+        if self.is_alive:
+            return Health("ready", took=clock.took)
+        if self.phases:
+            return Health("starting", "the engine starts", clock.phase, clock.share, clock.seconds, clock.took)
+        return Health("failed", "the engine is stopped")
 
     def stats(self) -> EngineStats:
         return EngineStats(**self._counts, accepted_per_pos=tuple(self._kept_per_pos), prefix={})

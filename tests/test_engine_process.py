@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -262,18 +263,27 @@ def test_a_bad_checkpoint_fails_the_start_with_its_own_error(tmp_path: Path) -> 
     assert not engine.alive()
 
 
-def test_loading_tells_its_phase_and_how_far_it_is() -> None:
+PHASES = ["libraries", "plan", "read weights", "self-check", "allocate memory"]
+
+
+def test_loading_tells_its_phases_how_far_it_is_and_their_seconds() -> None:
     async def main() -> None:
         engine = ProcessEngine(CONFIG)
-        seen = set()
+        seen, began_s = set(), time.monotonic()
         task = asyncio.create_task(engine.start())
         while not task.done():
             health = engine.health()
             seen.add(health.phase)
             assert health.progress is None or 0 <= health.progress <= 1
+            assert 0 <= health.seconds < 120
             await asyncio.sleep(0.005)
         await task
-        assert "starting" in seen and engine.health().status == "ready"
+        health = engine.health()
+        assert "process" in seen and health.status == "ready" and health.phase == ""
+        assert [phase for phase, _ in health.took] == PHASES
+        assert 0.1 < sum(seconds for _, seconds in health.took) <= time.monotonic() - began_s
+        assert engine.stats() == replace(engine.stats(), steps=0, finished=0, pages_cached=0, prompt_tokens=0)
+        assert engine.stats().slots_free == engine.stats().slots_total
         await engine.stop()
 
     asyncio.run(main())
@@ -313,6 +323,20 @@ def test_a_killed_parent_leaves_no_orphan(tmp_path: Path, stopped: bool) -> None
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the child outlived its parent")
+
+
+def test_signals_of_the_group_do_not_reach_the_first_child(tmp_path: Path) -> None:
+    """Ctrl-C goes to both; the parent drains, so the child must go on."""
+    script = tmp_path / "parent.py"
+    script.write_text(ORPHAN.format(tests=str(Path(__file__).parent)))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        for name in (signal.SIGINT, signal.SIGTERM):
+            os.kill(child, name)
+        blocked = int(re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{child}/status").read_text())[0], 16)
+        parent.kill()
+    assert blocked & 1 << signal.SIGINT - 1 and blocked & 1 << signal.SIGTERM - 1
 
 
 def test_every_field_of_a_request_crosses_the_wire() -> None:

@@ -11,6 +11,7 @@ before it has read this one, and be one step behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ MAX_STOPS = 8
 # what the device knows of a sequence: int64, then its stop ids (-1: none), then its last token and drafts
 SLOT, COMPUTED, COMMIT, N_DRAFTS, SEED, TOP_K, MAX_LEN, FIRST_STOP, DRAFT_LEN, ACTIVE = range(10)
 STOPS, TOKENS = 10, 10 + MAX_STOPS
+WAYS = ((False, False), (True, False), (True, True))  # of sampling: random, truncated
 REAL = 3  # fp32: temperature, top_p, min_p
 
 
@@ -88,6 +90,14 @@ class CapturedSteps:
         self.buckets = buckets(max_num_seqs)
         self._pool: tuple[int, int] | None = None
         self._graphs: dict[tuple[int, bool, bool], _Graph] = {}
+
+    def capture_all(self, progress: Callable[[int, int], None]) -> None:
+        """Every graph there can be, the largest first, whose memory the others share. `progress` hears how many of how
+        many are captured."""
+        ways = [(size, *way) for size in reversed(self.buckets) for way in WAYS]
+        for i, (size, random, truncated) in enumerate(ways):
+            progress(i, len(ways))
+            self.graph(size, random, truncated)
 
     def launch(self, sequences: Seq[Sequence]) -> Flight:
         """Start a step of sequences that are all `capturable`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -19,14 +20,47 @@ def unheard(phase: str, done: int, total: int) -> None:
     """A Progress that nobody follows."""
 
 
+Took = tuple[str, float]  # a phase of a start, and the seconds it took
+
+
+class StartClock:
+    """A Progress that times what it hears. A phase ends when another begins."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase, self.done, self.total = phase, 0, 0
+        self.took: tuple[Took, ...] = ()
+        self._began_s = time.monotonic()
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self.phase:
+            self.took = (*self.took, (self.phase, self.seconds))
+            self.phase, self._began_s = phase, time.monotonic()
+        self.done, self.total = done, total
+
+    @property
+    def seconds(self) -> float:
+        """Of the phase under way."""
+        return round(time.monotonic() - self._began_s, 3)
+
+    @property
+    def share(self) -> float | None:
+        return self.done / self.total if self.total else None
+
+    def end(self) -> None:
+        self("ready", 0, 0)
+
+
 @dataclass(frozen=True)
 class Health:
-    """What an engine is busy with. `phase` and `progress` (0 to 1) are those of a load under way."""
+    """What an engine is busy with. `phase`, `progress` (0 to 1) and `seconds` are those of a load under way; `took` has
+    the phases before it, and those of the last load once it is over."""
 
     status: Status
     detail: str = ""
     phase: str = ""
     progress: float | None = None
+    seconds: float = 0.0
+    took: tuple[Took, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ COMPILE_POLL_S = 0.01  # between looks for a compiled grammar, when nothing else
 logger = logging.getLogger(__name__)
 
 
+def load_engine(config: EngineConfig, progress: Progress = unheard) -> Engine:
+    """An engine that is ready to serve: loaded, checked, its graphs captured. Raises CheckpointError or ConfigError."""
+    engine = Engine(config, progress=progress)
+    engine.warm_up(progress)
+    return engine
+
+
 class Engine:
     """One model, many requests. Not thread-safe: one caller adds, cancels and steps."""
 
@@ -48,24 +55,27 @@ class Engine:
         config = config.resolve_device(cuda_devices=torch.cuda.device_count())
         if config.device == "cpu":
             torch.set_num_threads(cpu_threads())
+        progress("plan", 0, 0)
         if loaded is None:
             self.plan = plan_for(config)
         else:
             self.plan = plan_loaded(config, loaded)
         announce(self.plan)
         if loaded is None:
+            reading = "read and pack weights" if config.fused else "read weights"
+            progress(reading, 0, 0)
             loaded = load_model(
                 config.model,
                 device=config.device,
                 dtype=getattr(torch, config.dtype),
                 mtp=wants_mtp(config),
                 fused=bool(config.fused),
-                progress=lambda done, total: progress("weights", done, total),
+                progress=lambda done, total: progress(reading, done, total),
             )
             if config.self_check:
                 progress("self-check", 0, 0)
                 logger.info("self-check: %s", self_check(loaded.model, Path(config.model), fingerprints()))
-        progress("memory", 0, 0)
+        progress("allocate memory", 0, 0)
         self.loaded: Loaded = loaded
         model, spec, plan = loaded.model, loaded.model.spec, self.plan
         if config.draft_vocab is not None:
@@ -75,22 +85,12 @@ class Engine:
         self.config = config
         self.draft_len, self.max_model_len = draft_len, plan.max_model_len
         self.eos_token_ids = eos_token_ids(Path(config.model), spec)
-        n_pages, n_snapshots = plan.n_pages, plan.n_snapshots
-        pages = Pool(n_pages)
-        self.scheduler = Scheduler(
-            pages,
-            Pool(config.max_num_seqs),
-            PrefixCache(pages, SnapshotSlots(n_snapshots, plan.n_host_snapshots)),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_waiting=config.max_waiting,
-            snapshot_every=config.snapshot_every,
-        )
+        self._forget()
         cache = Cache.allocate(
             spec,
-            n_pages=1 + n_pages,
+            n_pages=1 + plan.n_pages,
             n_slots=1 + config.max_num_seqs,
-            n_snapshots=1 + n_snapshots,
+            n_snapshots=1 + plan.n_snapshots,
             window=1 + draft_len,
             dtype=model.dtype,
             device=model.device,
@@ -117,10 +117,29 @@ class Engine:
         if config.adaptive_drafts:
             build = build_of(loaded.report.formats)
             self.lengths = DraftLengths(spec, build, draft_len, mtp=config.draft_method == "mtp")
+
+    def _forget(self) -> None:
+        """No request, nothing cached, nothing counted. Nothing may be under way."""
+        config, plan = self.config, self.plan
+        pages = Pool(plan.n_pages)
+        self.scheduler = Scheduler(
+            pages,
+            Pool(config.max_num_seqs),
+            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots)),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+            snapshot_every=config.snapshot_every,
+        )
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()
-        self._accepted_per_pos = [0] * draft_len
+        self._accepted_per_pos = [0] * self.draft_len
         self._arrivals = 0
+
+    def warm_up(self, progress: Progress = unheard) -> None:
+        """Capture what would be captured in the way of the first requests. Before any request."""
+        if self.captured is not None:
+            self.captured.capture_all(lambda done, total: progress("capture", done, total))
 
     @property
     def info(self) -> EngineInfo:

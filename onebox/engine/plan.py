@@ -440,6 +440,7 @@ def announce(plan: MemoryPlan) -> None:
     """Say the plan: a table on a terminal, else log lines; what was cut is a warning."""
     if logger.isEnabledFor(logging.INFO):
         if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[2K")  # a bar of the process that waits for this one may stand there
             table(plan, sys.stderr)
         else:
             for line in plan.lines():

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,7 +29,18 @@ import zmq
 
 from onebox import errors
 from onebox.config import EngineConfig
-from onebox.engine.client import EngineInfo, EngineStats, Health, Items, Progress, Status, follow, untakable
+from onebox.engine.client import (
+    EngineInfo,
+    EngineStats,
+    Health,
+    Items,
+    Progress,
+    StartClock,
+    Status,
+    Took,
+    follow,
+    untakable,
+)
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError, RequestError
 from onebox.request import Output, Request
 
@@ -91,14 +103,18 @@ class Stop(Message, frozen=True, array_like=True, tag=True):
 
 
 class Loading(Message, frozen=True, array_like=True, tag=True):
+    """A start under way: its phase, how much of it is done, its seconds so far, and the phases before it."""
+
     phase: str
-    done: int
-    total: int
+    share: float | None = None
+    seconds: float = 0.0
+    took: tuple[Took, ...] = ()
 
 
 class Ready(Message, frozen=True, array_like=True, tag=True):
     info: EngineInfo
     stats: EngineStats
+    took: tuple[Took, ...] = ()
 
 
 class Stepped(Message, frozen=True, array_like=True, tag=True):
@@ -130,10 +146,20 @@ decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decod
 MakeEngine: TypeAlias = Callable[[EngineConfig, Progress], "Engine"]
 
 
-def load_engine(config: EngineConfig, progress: Progress) -> Engine:
-    from onebox.engine.engine import Engine
+Logs: TypeAlias = tuple[int, logging.Formatter | None]  # the least level, and how a line is written
 
-    return Engine(config, progress=progress)
+
+def parents_logs() -> Logs:
+    """How this process writes its log, for a child to do the same."""
+    root = logging.getLogger()
+    own = [h.formatter for h in root.handlers if type(h) is logging.StreamHandler and h.formatter]
+    return root.getEffectiveLevel(), own[0] if own else None
+
+
+def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+    from onebox.engine.engine import load_engine
+
+    return load_engine(config, progress)
 
 
 # The child
@@ -144,19 +170,20 @@ class Pulse:
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self.steps, self.busy = 0, False
-        self.loading: Loading | None = Loading("starting", 0, 0)
+        self.clock: StartClock | None = StartClock("libraries")
         self._socket = context.socket(zmq.PUSH)
         self._socket.connect(address)
         self._done = Event()
         self._thread = Thread(target=self._run, name="onebox-pulse", daemon=True)
         self._thread.start()
 
-    def told(self, phase: str, done: int, total: int) -> None:
-        self.loading = Loading(phase, done, total)
-
     def _run(self) -> None:
         while True:
-            self._socket.send(encode(self.loading or Beat(self.steps, self.busy)))
+            clock = self.clock
+            if clock is not None:
+                self._socket.send(encode(Loading(clock.phase, clock.share, clock.seconds, clock.took)))
+            else:
+                self._socket.send(encode(Beat(self.steps, self.busy)))
             if self._done.wait(BEAT_S):
                 self._socket.close(linger=0)
                 return
@@ -181,10 +208,12 @@ def die_with_parent() -> None:
     Thread(target=watch, name="onebox-parent", daemon=True).start()
 
 
-def child_main(config: EngineConfig, make: MakeEngine, commands_at: str, reports_at: str, log_level: int) -> None:
+def child_main(config: EngineConfig, make: MakeEngine, commands_at: str, reports_at: str, logs: Logs) -> None:
     """The child: load, then step until told to stop. What goes wrong is reported before the end."""
     die_with_parent()
-    logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logs[1] or logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logs[0], handlers=[handler])
     context: zmq.Context[Any] = zmq.Context()
     reports, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     reports.connect(reports_at)
@@ -192,9 +221,11 @@ def child_main(config: EngineConfig, make: MakeEngine, commands_at: str, reports
     pulse = Pulse(context, reports_at)
     code = 0
     try:
-        engine = make(config, pulse.told)
-        reports.send(encode(Ready(engine.info, engine.stats())))
-        pulse.loading = None
+        assert pulse.clock is not None
+        engine = make(config, pulse.clock)
+        pulse.clock.end()
+        reports.send(encode(Ready(engine.info, engine.stats(), pulse.clock.took)))
+        pulse.clock = None
         serve_commands(engine, commands, reports, pulse)
     except OneboxError as e:
         code = 1
@@ -297,6 +328,7 @@ class ProcessEngine:
         self._status: Status = "stopped"
         self._detail = "The engine has not started."
         self._loading: Loading | None = None
+        self._took: tuple[Took, ...] = ()
         self._info: EngineInfo | None = None
         self._now, self._before = EngineStats(), EngineStats()  # this process's counters; those of the ones before it
         self._restarts = self._failures = 0
@@ -388,10 +420,10 @@ class ProcessEngine:
     def health(self) -> Health:
         loading = self._loading
         if loading is None or self._status not in ("starting", "restarting"):
-            return Health(self._status, self._detail)
-        share = loading.done / loading.total if loading.total else None
-        told = f"{loading.phase}, {share:.0%}" if share is not None else loading.phase
-        return Health(self._status, f"{self._detail} ({told})", loading.phase, share)
+            return Health(self._status, self._detail, took=self._took)
+        told = f"{loading.phase}, {loading.share:.0%}" if loading.share is not None else loading.phase
+        detail = f"{self._detail} ({told})"
+        return Health(self._status, detail, loading.phase, loading.share, loading.seconds, loading.took)
 
     def _run_task(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -408,9 +440,10 @@ class ProcessEngine:
             socket.bind(address)
         process = multiprocessing.get_context("spawn").Process(
             target=child_main,
-            args=(self._config, self._make, *addresses, logging.getLogger().getEffectiveLevel()),
+            args=(self._config, self._make, *addresses, parents_logs()),
             name="onebox-engine",
         )
+        resource_tracker.ensure_running()  # started by process.start, it would unblock what is blocked next
         # inherited: Ctrl-C and a supervisor's SIGTERM reach the whole group, and the parent drains first
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -419,7 +452,7 @@ class ProcessEngine:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         now_s = time.monotonic()
         child = Child(process, commands, reports, int(reports.getsockopt(zmq.FD)), now_s)
-        self._child, self._loading, self._steps = child, Loading("starting", 0, 0), -1
+        self._child, self._loading, self._steps = child, Loading("process"), -1
         self._heard_s = self._moved_s = self._looked_s = now_s
         self._loop.add_reader(child.fd, self._receive, child)
         self._loop.add_reader(process.sentinel, self._ended, child)
@@ -458,8 +491,8 @@ class ProcessEngine:
                 if self._status in ("starting", "restarting"):
                     self._loading = report
                 self._moved_s = self._heard_s
-            case Ready(info, stats):
-                self._info, self._now, self._loading = info, stats, None
+            case Ready(info, stats, took):
+                self._info, self._now, self._loading, self._took = info, stats, None, took
                 self._status, self._detail, self._moved_s = "ready", "", self._heard_s
                 if self._started is not None and not self._started.done():
                     self._started.set_result(None)
@@ -519,7 +552,7 @@ class ProcessEngine:
         if child is None:
             return
         self._before = added(self._before, self._now)
-        self._now, self._loading = EngineStats(), Loading("ending", 0, 0)  # the old process, before the new one
+        self._now, self._loading = EngineStats(), Loading("ending")  # the old process, before the new one
         first = self._started is not None and not self._started.done()
         self._failures += 1
         wait_s = None if first or self._failures > MAX_RESTARTS else BACKOFF_S[self._failures - 1]

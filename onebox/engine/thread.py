@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 from onebox.config import EngineConfig
-from onebox.engine.client import EngineInfo, EngineStats, Health, Items, follow, untakable
+from onebox.engine.client import EngineInfo, EngineStats, Health, Items, StartClock, follow, untakable
 from onebox.errors import EngineUnavailableError, OneboxError, RequestError
 from onebox.request import Output, Request
 
@@ -39,7 +39,7 @@ class ThreadEngine:
         self._lock = Lock()  # of _sinks and _failure
         self._failure: EngineUnavailableError | None = EngineUnavailableError("The engine has not started.")
         self._step_began_s: float | None = None
-        self._loading: tuple[str, int, int] | None = None
+        self._clock = StartClock("libraries")
 
     @property
     def info(self) -> EngineInfo:
@@ -49,7 +49,7 @@ class ThreadEngine:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._told("starting", 0, 0)
+        self._clock = StartClock("libraries")
         loaded: asyncio.Future[None] = loop.create_future()
 
         def finish(error: BaseException | None) -> None:
@@ -58,13 +58,14 @@ class ThreadEngine:
 
         def run() -> None:
             # torch and the weights load here, so that the socket answers at once
-            from onebox.engine.engine import Engine
+            from onebox.engine.engine import load_engine
 
             try:
-                self._engine = Engine(self._config, progress=self._told)
+                self._engine = load_engine(self._config, self._clock)
             except BaseException as e:
                 loop.call_soon_threadsafe(finish, e)
                 return
+            self._clock.end()
             self._failure = None
             loop.call_soon_threadsafe(finish, None)
             self._run(self._engine)
@@ -108,17 +109,15 @@ class ThreadEngine:
         return self._failure is None and (began_s is None or time.monotonic() - began_s < self._stall_s)
 
     def health(self) -> Health:
-        if self._engine is None and self._loading is not None:
-            phase, done, total = self._loading
-            return Health("starting", f"the engine starts: {phase}", phase, done / total if total else None)
+        clock = self._clock
+        if self._engine is None and self._thread is not None and self._thread.is_alive():
+            detail = f"the engine starts: {clock.phase}"
+            return Health("starting", detail, clock.phase, clock.share, clock.seconds, clock.took)
         if self._failure is not None:
             return Health("failed", str(self._failure))
         if not self.alive():
             return Health("stalled", f"the engine has been in one step for more than {self._stall_s:g} s")
-        return Health("ready")
-
-    def _told(self, phase: str, done: int, total: int) -> None:
-        self._loading = phase, done, total
+        return Health("ready", took=clock.took)
 
     def _run(self, engine: Engine) -> None:
         """Steps while there is work, else waits for a command."""

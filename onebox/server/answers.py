@@ -96,6 +96,12 @@ class Service:
         self.detail = "engine"  # what the current phase is busy with
         self.failure: OneboxError | None = None
         self.active = 0  # answers under way
+        self._began_s = time.monotonic()
+        self._started_s: float | None = None
+
+    def start_s(self) -> float:
+        """Seconds the start took, or has taken so far."""
+        return round((self._started_s or time.monotonic()) - self._began_s, 3)
 
     async def start(self) -> None:
         """Starts the engine. A failure is kept in `failure` and raised."""
@@ -109,7 +115,7 @@ class Service:
             self.failure = EngineUnavailableError(f"The engine did not start: {type(e).__name__}: {e}")
             self.phase, self.detail = "failed", str(self.failure)
             raise self.failure from e
-        self.phase, self.detail = "ready", ""
+        self.phase, self.detail, self._started_s = "ready", "", time.monotonic()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits until those under way are answered, `timeout_s` at most."""

@@ -538,13 +538,14 @@ def add_routes(app: FastAPI, service: Service, *, ping_s: float, max_body_bytes:
     @app.get("/health/ready", tags=["health"])
     async def ready() -> Response:
         """Whether a request would be served now, and if not, what the server is busy with."""
-        ok = service.ready()
+        ok, health = service.ready(), service.engine.health()
         value: dict[str, Any] = {"status": service.phase, "detail": service.detail, "active": service.active}
         if service.phase in ("starting", "ready") and not ok:
-            health = service.engine.health()
             value |= {"status": health.status, "detail": health.detail}
             if health.phase:
-                value |= {"phase": health.phase, "progress": health.progress}
+                value |= {"phase": health.phase, "progress": health.progress, "phase_seconds": health.seconds}
+        value["phases"] = [{"phase": phase, "seconds": seconds} for phase, seconds in health.took]
+        value["seconds"] = service.start_s()
         if ok:
             stats = service.engine.stats()
             value |= {"running": stats.running, "waiting": stats.waiting, "steps": stats.steps}

@@ -22,7 +22,7 @@ from onebox.config import EngineConfig
 from onebox.engine.client import EngineClient
 from onebox.errors import ConfigError, OneboxError, RequestError
 from onebox.request import SamplingParams
-from onebox.server import logs
+from onebox.server import logs, starting
 from onebox.server.app import create_app
 from onebox.server.chat import Tokenizer, read_json
 from onebox.server.intake import IntakeOptions
@@ -197,19 +197,34 @@ def curl_line(url: str, model: str, *, with_key: bool) -> str:
 class Start:
     """How a start went: `done` is set once it is known, `failure` says why not."""
 
+    engine: EngineClient
     done: Event = field(default_factory=Event)
     failure: OneboxError | None = None
+    began_s: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+    def over(self, failure: OneboxError | None) -> None:
+        self.failure, self.seconds = failure, time.perf_counter() - self.began_s
+        self.done.set()
+
+    def line(self) -> str:
+        """What there is, once it is ready."""
+        info = self.engine.info
+        return (
+            f"ready in {self.seconds:.1f} s: {info.build} on {info.device}, context {info.max_model_len}, "
+            f"{info.max_num_seqs} answers at a time, {info.draft_len} drafts a step"
+        )
 
 
 def make_server(
     options: ServeOptions, make_engine: MakeEngine, say: Say
 ) -> tuple[uvicorn.Server, socket.socket, Start, str]:
     """A server ready to run, its socket, how its start goes, and its first served name."""
-    started_s = time.perf_counter()
+    began_s = time.perf_counter()
     folder = model_folder(options.engine.model)
     names = options.served_names or (folder.name,)
     sock = listen(options.host, options.port)
-    url, start = url_of(sock), Start()
+    url = url_of(sock)
     try:
         tokenizer = load_tokenizer(folder, options.chat_template)
         defaults = sampling_defaults(folder, options.generation_config, options.override_generation_config)
@@ -219,18 +234,12 @@ def make_server(
     except BaseException:
         sock.close()
         raise
+    start = Start(engine, began_s=began_s)
 
     def on_start(failure: OneboxError | None) -> None:
-        start.failure = failure
         if failure is not None:
             server.should_exit = True
-        else:
-            info = engine.info
-            say(
-                f"ready in {time.perf_counter() - started_s:.1f} s: {info.build} on {info.device}, context "
-                f"{info.max_model_len}, {info.max_num_seqs} answers at a time, {info.draft_len} drafts a step"
-            )
-        start.done.set()
+        start.over(failure)
 
     try:
         app = create_app(
@@ -256,6 +265,12 @@ def make_server(
     return server, sock, start, names[0]
 
 
+def configured_logs(options: HttpOptions, say: Say) -> Say:
+    """Logs as the options want them, and how to say what is not one: as a log line where each must be an object."""
+    logs.configure(options.log_level, options.log_format)
+    return starting.log.info if options.log_format == "json" else say
+
+
 def uvicorn_server(app: FastAPI, options: HttpOptions) -> uvicorn.Server:
     """Our own access log, and logging as it is configured already."""
     config = uvicorn.Config(
@@ -271,13 +286,15 @@ def uvicorn_server(app: FastAPI, options: HttpOptions) -> uvicorn.Server:
 
 def serve(options: ServeOptions, make_engine: MakeEngine, *, say: Say = print) -> None:
     """Serves until a signal says otherwise. Raises OneboxError when the start fails."""
-    logs.configure(options.log_level, options.log_format)
+    say = configured_logs(options, say)
     server, sock, start, name = make_server(options, make_engine, say)
     url = url_of(sock)
 
     def announce() -> None:
-        start.done.wait()
+        with starting.told(start.engine.health):
+            start.done.wait()
         if start.failure is None:
+            say(start.line())
             say("try it:\n  " + curl_line(url, name, with_key=bool(options.api_keys)))
 
     Thread(target=announce, daemon=True).start()
@@ -291,7 +308,7 @@ def serve_upstream(options: UpstreamOptions, *, say: Say = print) -> None:
     """Serves in front of another server until a signal says otherwise. Loads no model, and so no torch."""
     from onebox.server.upstream import create_upstream_app
 
-    logs.configure(options.log_level, options.log_format)
+    say = configured_logs(options, say)
     app = create_upstream_app(
         options.url,
         intake=options.intake,
@@ -314,11 +331,13 @@ def in_background(options: ServeOptions, make_engine: MakeEngine, *, say: Say = 
     thread = Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try:
-        while not start.done.wait(0.05):
-            if not thread.is_alive():
-                raise ConfigError("the server ended before it was ready; its log says why.")
+        with starting.told(start.engine.health):
+            while not start.done.wait(0.05):
+                if not thread.is_alive():
+                    raise ConfigError("the server ended before it was ready; its log says why.")
         if start.failure is not None:
             raise start.failure
+        say(start.line())
         yield url_of(sock), name
     finally:
         server.should_exit = True
