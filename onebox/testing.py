@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from onebox.engine.client import MAX_JOINED, EngineInfo, EngineStats, Health, StartClock
 from onebox.errors import EngineUnavailableError, OneboxError, QueueFullError
@@ -168,3 +171,146 @@ class FakeEngine:
     def _logprob(token: int, n: int) -> TokenLogprob:
         top = tuple((token + i, -0.5 - i) for i in range(n))
         return TokenLogprob(token, -0.5, top)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a ScriptedServer answers: (seconds to wait, tokens) an event. `usage` says how tokens can be counted.
+
+    `status` other than 200 refuses; `cut_after` events the connection is closed, or an error object sent with `error`.
+    """
+
+    events: Sequence[tuple[float, int]] = ()
+    usage: Literal["ids", "continuous", "final", "none"] = "continuous"
+    accepted: int | None = None
+    rejected: int = 0
+    status: int = 200
+    cut_after: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class Stamps:
+    """When a ScriptedServer got one request and when it sent what, by time.perf_counter."""
+
+    received_s: float
+    body: Mapping[str, Any]
+    sent: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.sent[0][0] - self.received_s
+
+
+class ScriptedServer:
+    """An OpenAI-compatible HTTP server of known latencies, for tests of what measures servers.
+
+    `script(i, body)` is the Reply to the i-th generating request. A token is one word, of a prompt and of an answer.
+    `metrics` is what GET /metrics answers; `refused` fields are answered with 400.
+    """
+
+    def __init__(self, script: Callable[[int, Mapping[str, Any]], Reply], *, refused: Sequence[str] = ()) -> None:
+        self.script, self.refused = script, set(refused)
+        self.stamps: list[Stamps] = []
+        self.metrics = ""
+        self.open, self.most_open = 0, 0
+        self.url = ""
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> ScriptedServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            length = next((int(v) for n, _, v in _headers(head) if n == "content-length"), 0)
+            body = json.loads(await reader.readexactly(length)) if length else {}
+            received_s, path = time.perf_counter(), head.split()[1]
+            if path.endswith("/models"):
+                self._whole(writer, 200, json.dumps({"data": [{"id": "scripted"}]}))
+            elif path == "/metrics":
+                self._whole(writer, 200, self.metrics)
+            elif not path.endswith("/completions"):
+                self._whole(writer, 404, json.dumps({"error": {"message": f"no {path}"}}))
+            elif unknown := sorted(self.refused & {*body, *(body.get("stream_options") or {})}):
+                self._whole(writer, 400, json.dumps({"error": {"message": f"Unsupported field {unknown[0]!r}"}}))
+            else:
+                self.open += 1
+                self.most_open = max(self.most_open, self.open)
+                try:
+                    await self._generate(writer, Stamps(received_s, body))
+                finally:
+                    self.open -= 1
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    def _whole(self, writer: asyncio.StreamWriter, status: int, text: str) -> None:
+        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(text.encode())}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + text.encode())
+
+    async def _generate(self, writer: asyncio.StreamWriter, stamps: Stamps) -> None:
+        reply = self.script(len(self.stamps), stamps.body)
+        self.stamps.append(stamps)
+        if reply.status != 200:
+            self._whole(writer, reply.status, json.dumps({"error": {"message": "scripted refusal"}}))
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
+        chat = "messages" in stamps.body
+        prompt = str([m["content"] for m in stamps.body["messages"]] if chat else stamps.body["prompt"])
+        limit = int(stamps.body["max_tokens"])
+        options = stamps.body.get("stream_options") or {}
+        given = 0
+
+        def usage() -> dict[str, Any]:
+            made: dict[str, Any] = {"prompt_tokens": len(prompt.split()), "completion_tokens": given}
+            if reply.accepted is not None:
+                drafts = {"accepted_prediction_tokens": reply.accepted, "rejected_prediction_tokens": reply.rejected}
+                made["completion_tokens_details"] = drafts
+            return made
+
+        def send(**event: Any) -> None:
+            writer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        if chat:
+            send(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        for i, (wait_s, n) in enumerate(reply.events):
+            if given >= limit:
+                break
+            await asyncio.sleep(wait_s)
+            if reply.cut_after == i:
+                if reply.error is not None:
+                    send(error={"message": reply.error})
+                return
+            n = min(n, limit - given)
+            given += n
+            text = "word " * n
+            choice: dict[str, Any] = {
+                "index": 0,
+                "finish_reason": None,
+                **({"delta": {"content": text}} if chat else {"text": text}),
+            }
+            if reply.usage == "ids" and stamps.body.get("return_token_ids"):
+                choice["token_ids"] = list(range(n))
+            continuous = reply.usage == "continuous" and options.get("continuous_usage_stats")
+            send(choices=[choice], **({"usage": usage()} if continuous else {}))
+            stamps.sent.append((time.perf_counter(), n))
+            await writer.drain()
+        last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
+        send(choices=[{"index": 0, "finish_reason": "length" if given >= limit else "stop", **last}])
+        if reply.usage != "none" and options.get("include_usage"):
+            send(choices=[], usage=usage())
+        writer.write(b"data: [DONE]\n\n")
+
+
+def _headers(head: str) -> list[tuple[str, str, str]]:
+    return [(n.strip().lower(), c, v.strip()) for n, c, v in (line.partition(":") for line in head.split("\r\n")[1:])]

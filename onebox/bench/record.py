@@ -97,9 +97,9 @@ def environment(device: torch.device, known_commit: str | None = None) -> dict[s
 
 
 def command_line() -> str:
-    """What to type to repeat the run; options that only say where files lie are left out, and so are folders of this
-    machine: an absolute path becomes one from here, or the file's name."""
-    words, left_out = iter(sys.argv[1:]), ("--out", "--write", "--commit")
+    """What to type to repeat the run, without keys, options that only say where files lie, and folders of this machine:
+    an absolute path becomes one from here, or the file's name."""
+    words, left_out = iter(sys.argv[1:]), ("--out", "--write", "--commit", "--api-key")
     kept: list[str] = []
     for word in words:
         if word in left_out:
