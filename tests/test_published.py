@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from onebox.bench.published import HIGH, LOW, PUBLISHED, RECIPE, Published
+from onebox.bench.published import HIGH, LOW, PUBLISHED, RECIPE, Published, markdown
 from onebox.ledger import BUILDS
 
 BY_NAME = {(p.what, p.tok_s): p for p in PUBLISHED}
@@ -42,3 +44,8 @@ def test_streams_of_the_concurrency_table_share_weights_as_the_ledger_says() -> 
 def test_a_figure_no_memory_can_give_would_be_found() -> None:
     wrong = Published("27B in FP8", RECIPE, "qwen3.5-27b", BUILDS["fp8"], 15.2)
     assert wrong.share > 1.4 and not wrong.explained
+
+
+def test_the_table_in_the_docs_is_the_one_the_code_makes() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text("utf-8")
+    assert markdown() in text, "docs/benchmarks.md: paste onebox.bench.published.markdown() again"
