@@ -108,6 +108,7 @@ class FakeEngine:
         n_host: int = 0,
         draft_len: int = 0,
         budget: int = 256,
+        grain: int = 1,
         every: int = 0,
         max_waiting: int = 1000,
         hit_rate: float = 0.6,
@@ -124,6 +125,7 @@ class FakeEngine:
             max_num_batched_tokens=budget,
             max_waiting=max_waiting,
             snapshot_every=every,
+            grain=grain,
         )
         self.device = FakeDevice(n_pages, n_slots, n_snapshots, n_host)
         self.draft_len, self.hit_rate, self.random = draft_len, hit_rate, Random(seed)

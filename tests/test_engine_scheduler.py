@@ -30,6 +30,15 @@ def test_a_prompt_alone_gets_the_whole_budget() -> None:
     assert rows(engine.step()) == {"1": 200}
 
 
+def test_the_budget_cuts_prompts_at_multiples_of_the_grain_unless_nobody_would_move() -> None:
+    engine = FakeEngine(n_pages=100, n_snapshots=0, budget=200, grain=64)
+    engine.add([1] * 300)
+    assert [rows(engine.step())["1"] for _ in range(2)] == [192, 108]
+    small = FakeEngine(n_pages=100, n_snapshots=0, budget=16, grain=64)
+    small.add([1] * 40)
+    assert [rows(small.step())["1"] for _ in range(3)] == [16, 16, 8]
+
+
 def test_a_short_prompt_behind_two_long_ones_does_not_wait_for_either() -> None:
     engine = FakeEngine(n_pages=100, n_snapshots=0, budget=100)
     engine.add([1] * 1000)

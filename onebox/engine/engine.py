@@ -19,7 +19,7 @@ from onebox.engine.captured import CapturedSteps, Flight, capturable, foreseeabl
 from onebox.engine.client import EngineInfo, EngineStats, Progress, unheard
 from onebox.engine.grammar import Grammars, Matcher
 from onebox.engine.graph_runner import GraphRunner
-from onebox.engine.pages import Pool, pages_for
+from onebox.engine.pages import PAGE_SIZE, Pool, pages_for
 from onebox.engine.plan import announce, drafts_of, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.sampler import SamplingRows, token_logprobs
@@ -130,6 +130,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             snapshot_every=config.snapshot_every,
+            grain=PAGE_SIZE,
         )
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()

@@ -54,7 +54,8 @@ class Scheduler:
 
     `schedule`, run the plan, settle each sequence (`Sequence.prefilled`, `Sequence.verified`), `finish` those that are
     over, `settle`. All snapshots are taken in `schedule` and `finish`, where a sequence's numbers are the device's.
-    `snapshot_every`: most tokens between two snapshots of one sequence (0: no limit).
+    `snapshot_every`: most tokens between two snapshots of one sequence (0: no limit). `grain`: prompts are cut at
+    multiples of so many tokens, where the budget cuts them.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_waiting: int,
         snapshot_every: int = 0,
+        grain: int = 1,
     ) -> None:
         self.pages, self.slots = pages, slots
         self.prefix = prefix or PrefixCache(pages, SnapshotSlots(0))
@@ -74,6 +76,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_waiting = max_waiting
         self.snapshot_every = snapshot_every
+        self.grain = grain
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -213,7 +216,19 @@ class Scheduler:
             give(ranked[-1], budget)
         for s in ranked:
             give(s, budget)
-        return tuple(Chunk(s, s.computed, n) for s, n in rows.items())
+        return tuple(Chunk(s, s.computed, n) for s, n in self._even(rows).items())
+
+    def _even(self, rows: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Chunks that the budget cuts short, cut at a multiple of the grain: there a prompt's numbers do not depend on
+        where it was cut. One that would be left with nothing waits, unless nobody else moves."""
+        found = {}
+        for s, n in rows.items():
+            end = s.computed + n
+            if end < (s.cuts[0] if s.cuts else len(s.tokens)):
+                n = max(end - end % self.grain - s.computed, 0)
+            if n:
+                found[s] = n
+        return found or dict(list(rows.items())[:1])
 
     def _first(self) -> Sequence | None:
         """The first in the queue that is ready."""

@@ -203,3 +203,42 @@ def window_ref(
         state.g[slot, :rows], state.beta[slot, :rows] = g, beta
         state.conv[slot, :3], state.conv[slot, 3 : 3 + rows] = history, qkv.to(state.conv.dtype)
     return out, squares
+
+
+def prefill_ref(
+    mixed: Tensor,
+    w: WindowWeights,
+    state: WindowState,
+    query_start: Tensor,
+    state_slot: Tensor,
+    commit: Tensor,
+    context_len: Tensor,
+    eps: float,
+) -> Tensor:
+    """Rows of prompts, one sequence after another; `state` moves and nothing is pending. mixed as in `window_ref`.
+
+    Gives [T, Hv Dv], normed and gated.
+    """
+    _, hv, dk, dv = state.s.shape
+    hk, channels = state.k.shape[2], state.conv.shape[2]
+    out = torch.empty(mixed.shape[0], hv * dv, dtype=mixed.dtype, device=mixed.device)
+    for b, slot in enumerate(state_slot.tolist()):
+        start, end, n = int(query_start[b]), int(query_start[b + 1]), int(commit[b])
+        if start == end:
+            continue
+        qkv, z, b_in, a_in = mixed[start:end].split((channels, hv * dv, hv, hv), dim=-1)
+        history = state.conv[slot, n : n + 3].clone()
+        pending = (state.k[slot, None], state.v[slot, None], state.g[slot, None], state.beta[slot, None])
+        s = apply_rows_ref(state.s[slot, None].float(), pending, commit[b, None])[0]
+        if int(context_len[b]) == 0:
+            history, s = torch.zeros_like(history), torch.zeros_like(s)
+        q, k, v = causal_conv_ref(qkv, history, w.conv).split((hk * dk, hk * dk, hv * dv), dim=-1)
+        q, k = (l2_normalize_ref(x.unflatten(-1, (hk, dk))) for x in (q, k))
+        k = k.to(state.k.dtype).float()  # as windows keep it
+        v = v.unflatten(-1, (hv, dv))
+        beta, g = b_in.float().sigmoid(), -w.a_log.float().exp() * F.softplus(a_in.float() + w.dt_bias.float())
+        o, state.s[slot] = delta_rule_recurrent_ref(q, k, v, g, beta, s)
+        o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * w.norm.float()
+        out[start:end] = (o * F.silu(z.float()).unflatten(-1, (hv, dv))).flatten(1).to(out.dtype)
+        state.conv[slot, :3] = torch.cat((history, qkv.to(state.conv.dtype)))[-3:]
+    return out

@@ -6,6 +6,8 @@ are the same in any batch, any chunk of a prompt and any tile height, which cuBL
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ def row_tile(rows: int) -> int:
 
 @triton.jit
 def _matmul_kernel(
-    x_ptr, q_ptr, s_ptr, g_ptr, out_ptr, n_rows, N, K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, g_ptr, out_ptr, out_stride, n_rows, N, K: tl.constexpr, T: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
     PAIRED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +43,7 @@ def _matmul_kernel(
         q_ptr, s_ptr, g_ptr, tl.minimum(n, N - 1), x_ptr, t, live, 0, 0, x_ptr, 0.0,
         K, K, T, BN, BK, FORMAT, ASM, STAGES, UNROLL, PAIRED, 0,
     )  # fmt: skip
-    where = out_ptr + t[None, :] * N + n[:, None]
+    where = out_ptr + t[None, :] * out_stride + n[:, None]
     tl.store(where, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & live[None, :])
 
 
@@ -49,21 +51,42 @@ def matmul(x: Tensor, w: Weight) -> Tensor:
     """x [..., K] times w [N, K] transposed: [..., N] in x's dtype."""
     if x.ndim != 2:
         return matmul(x.reshape(-1, x.shape[-1]), w).view(*x.shape[:-1], -1)
-    rows, a = x.shape[0], Operand.of(w if readable(w) else dequantize(w, x.dtype))
-    x, paired = _laid_out(x, a)
-    c = configs.config("matmul", x.device, a.k)
-    out = torch.empty(rows, a.n, dtype=x.dtype, device=x.device)
+    return matmul_side_by_side(x, (w,))
+
+
+def matmul_side_by_side(x: Tensor, weights: Sequence[Weight]) -> Tensor:
+    """x [T, K] times each of `weights` [N, K] transposed, results side by side: [T, sum of N]."""
+    operands = [Operand.of(w if readable(w) else dequantize(w, x.dtype)) for w in weights]
+    out = torch.empty(x.shape[0], sum(a.n for a in operands), dtype=x.dtype, device=x.device)
+    laid: dict[bool, Tensor] = {}
+    at = 0
+    for a in operands:
+        paired = reads_pairs(a)
+        if paired not in laid:
+            laid[paired] = _laid_out(x, a)[0]
+        _matmul_into(out[:, at : at + a.n], laid[paired], a, paired)
+        at += a.n
+    return out
+
+
+def _matmul_into(out: Tensor, x: Tensor, a: Operand, paired: bool) -> None:
+    rows, c = x.shape[0], configs.config("matmul", x.device, a.k)
     tile = row_tile(rows)
     _matmul_kernel[(triton.cdiv(a.n, c.block_n) * triton.cdiv(rows, tile),)](
-        x, a.q, a.scale, a.extra, out, rows, a.n, K=a.k, T=tile, BN=c.block_n, BK=a.step, FORMAT=a.format,
-        ASM=inline_asm(x), STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, GROUP=GROUP, num_warps=c.warps,
+        x, a.q, a.scale, a.extra, out, out.stride(0), rows, a.n, K=a.k, T=tile, BN=c.block_n, BK=a.step,
+        FORMAT=a.format, ASM=inline_asm(x), STAGES=c.stages, UNROLL=c.unroll, PAIRED=paired, GROUP=GROUP,
+        num_warps=c.warps,
     )  # fmt: skip
-    return out
+
+
+def reads_pairs(a: Operand) -> bool:
+    """Whether a weight's kernel reads every 128 columns of its activations as the even ones, then the odd ones."""
+    return a.format == INT4.value and a.step == 128
 
 
 def _laid_out(x: Tensor, a: Operand) -> tuple[Tensor, bool]:
     """Rows as the weight's kernel reads them best: for INT4, every 128 columns as the even ones, then the odd ones."""
-    if a.format != INT4.value or a.step != 128:
+    if not reads_pairs(a):
         return x.contiguous(), False
     return x.unflatten(-1, (-1, 64, 2)).transpose(-1, -2).reshape(x.shape), True
 

@@ -31,7 +31,7 @@ def _rotate_kernel(
     d = tl.arange(0, D)
     wait_previous(PDL)
     slot = tl.load(kv_slot_ptr + t).to(tl.int64)
-    row = qkv_ptr + t * qkv_stride
+    row = qkv_ptr + t.to(tl.int64) * qkv_stride  # passes 2**31 in a long prompt
     if head < HQ + HKV:
         is_q = head < HQ
         source = row + tl.where(is_q, head * 2 * D, HQ * 2 * D + (head - HQ) * D)
@@ -47,7 +47,7 @@ def _rotate_kernel(
         sin = tl.load(sin_ptr + turn, mask=d < 2 * HALF, other=0.0).to(tl.float32)
         x = x * cos + tl.where(d < HALF, -y, y) * sin
         if is_q:
-            tl.store(q_ptr + (t * HQ + head) * D + d, x.to(dtype))
+            tl.store(q_ptr + (t.to(tl.int64) * HQ + head) * D + d, x.to(dtype))
         else:
             at = (slot // PAGE * 2 * PAGE + slot % PAGE) * HKV + head - HQ
             tl.store(pages_ptr + at * D + d, x.to(pages_ptr.dtype.element_ty))
@@ -167,6 +167,26 @@ def _merge_kernel(
     tl.store(out_ptr + t * HQ * D + column, out.to(out_ptr.dtype.element_ty))
 
 
+def rotate_and_write(
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: tuple[Tensor, Tensor],
+    pages: Tensor,
+    kv_slot: Tensor,
+    n_heads: int,
+    eps: float,
+) -> Tensor:
+    """Head norms and rotary positions of qkv [T, 2 H D + 2 Hkv D]; keys and values go to `pages`. Gives q [T, H, D]."""
+    rows, (n_kv, d), (cos, sin) = qkv.shape[0], pages.shape[3:], rope
+    q = torch.empty(rows, n_heads, d, dtype=qkv.dtype, device=qkv.device)
+    _rotate_kernel[(rows, n_heads + 2 * n_kv)](
+        qkv, qkv.stride(0), q, pages, kv_slot, cos, sin, q_norm, k_norm, eps,
+        HQ=n_heads, HKV=n_kv, D=d, HALF=cos.shape[-1], PAGE=PAGE_SIZE, **launch(qkv.device, 2),
+    )  # fmt: skip
+    return q
+
+
 def gated_attention(
     qkv: Tensor,
     q_norm: Tensor,
@@ -193,15 +213,10 @@ def gated_attention(
     says.
     """
     rows, (n_kv, d) = qkv.shape[0], pages.shape[3:]
-    cos, sin = rope
     device, batch = qkv.device, page_table.shape[0]
     c = configs.config("attention", device)
-    q = torch.empty(rows, n_heads, d, dtype=qkv.dtype, device=device)
+    q = rotate_and_write(qkv, q_norm, k_norm, rope, pages, kv_slot, n_heads, eps)
     out = torch.empty(rows, n_heads * d, dtype=qkv.dtype, device=device)
-    _rotate_kernel[(rows, n_heads + 2 * n_kv)](
-        qkv, qkv.stride(0), q, pages, kv_slot, cos, sin, q_norm, k_norm, eps,
-        HQ=n_heads, HKV=n_kv, D=d, HALF=cos.shape[-1], PAGE=PAGE_SIZE, **launch(device, 2),
-    )  # fmt: skip
     chunks = min(MAX_CHUNKS, page_table.shape[1])
     chunks = triton.next_power_of_2(chunks)
     needed = rows * n_heads * chunks * (d + 2)

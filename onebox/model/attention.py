@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,6 +12,9 @@ from onebox.kernels.weights import Weight
 from onebox.model.layers import linear, rms_norm, rotate
 from onebox.request import Batch
 from onebox.spec import Spec
+
+if TYPE_CHECKING:  # the kernels need triton, which a CPU run never imports
+    from onebox.model.prefill import Tiles
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,13 @@ def attention(
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     kv_start: int = 0,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """x [T, H] -> [T, H]. Writes the rows' K and V into `kv` first; entries below `kv_start` are never read."""
+    if tiles is not None:
+        from onebox.model.prefill import attention_rows
+
+        return attention_rows(x, w, batch, kv, rope, spec, kv_start, tiles.attention)
     cos, sin = rope
     q, gate = linear(x, w.q).unflatten(-1, (spec.n_heads, 2, spec.head_dim)).unbind(-2)
     k, v = (linear(x, p).unflatten(-1, (spec.n_kv_heads, spec.head_dim)) for p in (w.k, w.v))

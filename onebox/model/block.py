@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from onebox.model.attention import AttentionWeights, attention
 from onebox.model.cache import GdnState
 from onebox.model.gated_delta import GatedDeltaWeights, gated_delta
-from onebox.model.layers import MlpWeights, mlp, rms_norm
+from onebox.model.layers import MlpWeights, add_rms_norm, mlp, rms_norm
 from onebox.model.moe import MoeWeights, moe
 from onebox.request import Batch
 from onebox.spec import Spec
+
+if TYPE_CHECKING:  # the kernels need triton, which a CPU run never imports
+    from onebox.model.prefill import Tiles
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,24 @@ def attention_block(
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     kv_start: int = 0,
+    tiles: Tiles | None = None,
 ) -> Tensor:
-    """x [T, H] -> [T, H] through a full-attention layer."""
+    """x [T, H] -> [T, H] through a full-attention layer. `tiles`: prompts' rows, through the kernels."""
     assert isinstance(w.mixer, AttentionWeights)
-    x = x + attention(rms_norm(x, w.mixer_norm, spec.norm_eps), w.mixer, batch, kv, rope, spec, kv_start)
-    return _mlp(x, w, spec)
+    y = rms_norm(x, w.mixer_norm, spec.norm_eps)
+    return _mlp(x, attention(y, w.mixer, batch, kv, rope, spec, kv_start, tiles), w, spec)
 
 
-def gdn_block(x: Tensor, w: BlockWeights, batch: Batch, state: GdnState, spec: Spec) -> Tensor:
-    """x [T, H] -> [T, H] through a gated-delta-net layer."""
+def gdn_block(
+    x: Tensor, w: BlockWeights, batch: Batch, state: GdnState, spec: Spec, tiles: Tiles | None = None
+) -> Tensor:
+    """x [T, H] -> [T, H] through a gated-delta-net layer. `tiles` as in `attention_block`."""
     assert isinstance(w.mixer, GatedDeltaWeights)
-    x = x + gated_delta(rms_norm(x, w.mixer_norm, spec.norm_eps), w.mixer, batch, state, spec)
-    return _mlp(x, w, spec)
+    y = rms_norm(x, w.mixer_norm, spec.norm_eps)
+    return _mlp(x, gated_delta(y, w.mixer, batch, state, spec, tiles), w, spec)
 
 
-def _mlp(x: Tensor, w: BlockWeights, spec: Spec) -> Tensor:
-    y = rms_norm(x, w.mlp_norm, spec.norm_eps)
+def _mlp(x: Tensor, mixed: Tensor, w: BlockWeights, spec: Spec) -> Tensor:
+    """The MLP behind the mixer, both beside the residual stream."""
+    x, y = add_rms_norm(x, mixed, w.mlp_norm, spec.norm_eps)
     return x + (moe(y, w.mlp, spec) if isinstance(w.mlp, MoeWeights) else mlp(y, w.mlp))

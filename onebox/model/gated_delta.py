@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from onebox.model.layers import gated_rms_norm, linear
 from onebox.request import Batch
 from onebox.spec import Spec
 
+if TYPE_CHECKING:  # the kernels need triton, which a CPU run never imports
+    from onebox.model.prefill import Tiles
+
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:
@@ -38,8 +42,14 @@ class GatedDeltaWeights:
     out: Weight  # [H, Hv Dv]
 
 
-def gated_delta(x: Tensor, w: GatedDeltaWeights, batch: Batch, state: GdnState, spec: Spec) -> Tensor:
+def gated_delta(
+    x: Tensor, w: GatedDeltaWeights, batch: Batch, state: GdnState, spec: Spec, tiles: Tiles | None = None
+) -> Tensor:
     """x [T, H] -> [T, H]; `state` is updated in place as `batch` says (decision 5: lazy commit)."""
+    if tiles is not None:
+        from onebox.model.prefill import gated_delta_rows
+
+        return gated_delta_rows(x, w, batch, state, spec, tiles.recurrent)
     beta = linear(x, w.b).float().sigmoid()
     g = -w.a_log.float().exp() * F.softplus(linear(x, w.a).float() + w.dt_bias.float())
     mixed = linear(x, w.qkv)

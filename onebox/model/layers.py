@@ -35,8 +35,22 @@ def mean_square(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zero-centred RMSNorm over the last dimension: x / rms(x) * (1 + weight). For the residual stream, q and k."""
+    if on_gpu(x) and x.ndim == 2:
+        from onebox.kernels import norm  # triton, which a CPU run never imports
+
+        return norm.rms_norm(x, weight, eps)
     y = x.float()
     return (y * torch.rsqrt(mean_square(y) + eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x [T, H] with y added, and its norm."""
+    if on_gpu(x):
+        from onebox.kernels import norm
+
+        return norm.add_rms_norm(x, y, weight, eps)
+    x = x + y
+    return x, rms_norm(x, weight, eps)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,6 +7,7 @@ rotary position is e - 1, as in training.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from onebox.model.block import BlockWeights, attention_block
 from onebox.model.layers import Rope, linear, rms_norm
 from onebox.request import Batch
 from onebox.spec import Spec
+
+if TYPE_CHECKING:
+    from onebox.model.prefill import Tiles
 
 FIRST_ENTRY = 1  # entry 0 would belong to position -1
 
@@ -37,9 +41,18 @@ def joined(embedded: Tensor, hidden: Tensor, w: MtpWeights, spec: Spec) -> Tenso
     return torch.cat(both, dim=-1)
 
 
-def mtp(embedded: Tensor, hidden: Tensor, w: MtpWeights, batch: Batch, kv: Tensor, rope: Rope, spec: Spec) -> Tensor:
+def mtp(
+    embedded: Tensor,
+    hidden: Tensor,
+    w: MtpWeights,
+    batch: Batch,
+    kv: Tensor,
+    rope: Rope,
+    spec: Spec,
+    tiles: Tiles | None = None,
+) -> Tensor:
     """embedded [T, H] (of token e), hidden [T, H] (of position e - 1, after the final norm) -> [T, H]."""
     x = linear(joined(embedded, hidden, w, spec), w.fc)
     tables = rope.tables((batch.positions - 1).clamp(min=0), x.dtype)
-    x = attention_block(x, w.block, batch, kv, tables, spec, kv_start=FIRST_ENTRY)
+    x = attention_block(x, w.block, batch, kv, tables, spec, FIRST_ENTRY, tiles)
     return rms_norm(x, w.norm, spec.norm_eps)

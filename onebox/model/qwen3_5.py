@@ -12,13 +12,14 @@ from torch import Tensor
 from onebox.kernels.weights import Weight, rows
 from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
-from onebox.model.layers import Rope, linear, rms_norm
+from onebox.model.layers import Rope, linear, on_gpu, rms_norm
 from onebox.model.mtp import MtpWeights, mtp
 from onebox.request import Batch
 from onebox.spec import Spec
 
 if TYPE_CHECKING:  # the fused kernels need triton, which a CPU run never imports
     from onebox.model.decode import Fused
+    from onebox.model.prefill import Tiles
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Qwen35:
             return self.fused.forward(batch, cache)
         x = F.embedding(batch.tokens, self.embedding).to(self.dtype)
         rope = self.rope.tables(batch.positions, self.dtype)
+        tiles = self._tiles(batch, x)
         n_attention = n_gdn = 0
         for kind, weights in zip(self.spec.layer_types, self.layers, strict=True):
             if kind == "full_attention":
-                x = attention_block(x, weights, batch, cache.kv[n_attention], rope, self.spec)
+                x = attention_block(x, weights, batch, cache.kv[n_attention], rope, self.spec, tiles=tiles)
                 n_attention += 1
             else:
-                x = gdn_block(x, weights, batch, cache.gdn[n_gdn], self.spec)
+                x = gdn_block(x, weights, batch, cache.gdn[n_gdn], self.spec, tiles)
                 n_gdn += 1
         return rms_norm(x, self.norm, self.spec.norm_eps)
 
@@ -73,7 +75,16 @@ class Qwen35:
         if self.fused is not None and self.fused.drafter is not None and batch.window:
             return self.fused.draft_forward(batch, hidden, cache)
         embedded = F.embedding(batch.tokens, self.embedding).to(self.dtype)
-        return mtp(embedded, hidden, self.mtp, batch, cache.kv[self.spec.n_attention_layers], self.rope, self.spec)
+        kv, tiles = cache.kv[self.spec.n_attention_layers], self._tiles(batch, embedded)
+        return mtp(embedded, hidden, self.mtp, batch, kv, self.rope, self.spec, tiles)
+
+    def _tiles(self, batch: Batch, x: Tensor) -> Tiles | None:
+        """How the prefill kernels cut the batch's rows x; None where they are not for it."""
+        if not on_gpu(x) or batch.window:
+            return None
+        from onebox.model.prefill import tiles_of  # triton, which a CPU run never imports
+
+        return tiles_of(batch, self.spec)
 
     def store_hidden(self, hidden: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Remember the batch's hidden states in `cache.hidden`; gives each row's predecessor's [T, H].
