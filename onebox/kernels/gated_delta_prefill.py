@@ -98,7 +98,7 @@ def _invert_kernel(
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     tile, hv = tl.program_id(0), tl.program_id(1)
-    b, t, live, begin = _tile_rows(tile, sequence_ptr, first_ptr, query_start_ptr, 0, SIZE)
+    b, t, live, _ = _tile_rows(tile, sequence_ptr, first_ptr, query_start_ptr, 0, SIZE)
     if b >= 0:
         hk = hv // (HV // HK)
         d, r = tl.arange(0, D), tl.arange(0, SIZE)
