@@ -180,6 +180,7 @@ _SCAN = regex.compile(
 )
 _SPACE = regex.compile(r"\s+")
 _GRAPHEME = regex.compile(r"\X")
+_LONG_CONCLUSION = 120  # characters; a longer sentence is cut like any other
 _LONG_RUN = 512  # a run of letters longer than this is no word; it is cut every _RUN_CUT graphemes
 _RUN_CUT = 32
 
@@ -252,6 +253,14 @@ _DIRECTIVE = regex.compile(
     r"|if\s+(?:you\s+(?:are|do|don['’]?t|cannot|can['’]?t|feel)\s+|you['’]re\s+)?(?:unsure|uncertain|not\s+sure|in\s+doubt|not\s+know|know|not\s+certain|asked|unable)\b"
     r"|when\s+(?:unsure|in\s+doubt|asked)\b|say\s*:|(?:answer|reply|respond)\s+(?:only|with|in)\b"
     r"|(?:niemals|nie|immer|verwende\s+nie)\b|(?:不要|必须|禁止|请勿|务必|切勿|永远不))",
+    regex.IGNORECASE,
+)
+
+# What a text comes to: the last thing to go of a worked example.
+_CONCLUSION = regex.compile(
+    r"\s*(?:####|(?:(?:so|thus|hence|therefore|finally|also|in\s(?:conclusion|short|summary|total))\b,?\s+)?(?:(?:the|my|our|die|la|le)\s+)?"
+    r"(?:(?:final|correct|right|short)\s+)?(?:answers?|results?|solution|conclusion|verdict|decision|antwort|ergebnis|réponse|respuesta)"
+    r"(?:\s+(?:is|was|are|ist|lautet|est|es)\b|\s*[:=])|(?:答案|答|結論|结论)[是为為は:：])",
     regex.IGNORECASE,
 )
 
@@ -354,6 +363,7 @@ def _tie(
         _force(text, pieces, options)
     if options.keep_rules and options.policy("rule") == "keep":
         _keep_directives(text, pieces)
+    _raise_conclusions(text, pieces)
     return pieces
 
 
@@ -535,4 +545,25 @@ def _keep_directives(text: str, pieces: list[Piece]) -> None:
             for position in range(begin, index):
                 pieces[position] = replace(pieces[position], keep=True, rule="directive")
         after_directive = found and sentence.rstrip().endswith(":")
+        begin = index
+
+
+def _raise_conclusions(text: str, pieces: list[Piece]) -> None:
+    """A sentence that gives the answer is one piece with a bonus: half of "The answer is 18." says nothing."""
+    begin = 0
+    for index in range(1, len(pieces) + 1):
+        if index < len(pieces) and pieces[index].sentence == pieces[begin].sentence:
+            continue
+        first, last = pieces[begin], pieces[index - 1]
+        if last.end - first.start <= _LONG_CONCLUSION and _CONCLUSION.match(text, first.start, last.end):
+            for position in range(begin, index):
+                piece = pieces[position]
+                pieces[position] = replace(
+                    piece,
+                    bond=first.bond,
+                    needs=first.needs,
+                    pulls=first.pulls,
+                    weight=1.0,
+                    rule=piece.rule or "conclusion",
+                )
         begin = index
