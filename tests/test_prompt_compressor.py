@@ -344,3 +344,16 @@ def test_no_word_of_the_output_is_one_that_nobody_wrote(percent: int) -> None:
         text = JOINED[rotated:] + " " + JOINED[:rotated]
         out = Compressor("auto").compress(text, rate=percent / 100).text
         assert set(words.findall(out)) <= set(words.findall(text))
+
+
+@pytest.mark.parametrize(
+    "line", ["The answer is 18.", "#### 18", "Answer: 18", "So the final answer is 18.", "答案是18。"]
+)
+def test_the_answer_is_the_last_of_a_worked_example_to_go(line: str) -> None:
+    steps = "Janet sells sixteen eggs a day. She eats three for breakfast and bakes with four of them every morning. "
+    worked = [
+        f"Question {i}: how much does she make?\n{steps}Then she sells the rest at the market.\n{line}"
+        for i in range(4)
+    ]
+    out = Compressor("auto").compress(documents=worked, rate=0.3).text
+    assert out.count(line) == 4
