@@ -9,9 +9,11 @@ OneboxError
     ├── ModelNotFoundError      a model name this server does not serve
     ├── NotFoundError           a stored response or a trace that is not there (any more)
     ├── BodyTooLargeError       a body beyond the byte limit
+    ├── BodyTimeoutError        a body that stopped coming
     ├── NotServedError          an endpoint, or an optional part, that this server does not have
     ├── ApiKeyError             no valid key
     ├── BlockedError            the guard refused the prompt
+    ├── StoreError              stored responses cannot be read or written now
     ├── InternalError           a bug: the log has it
     ├── UpstreamError           another server that could not be reached or made no sense
     │   └── UpstreamTimeoutError    or was too slow
@@ -80,6 +82,13 @@ class BodyTooLargeError(RequestError):
     code = "request_too_large"
 
 
+class BodyTimeoutError(RequestError):
+    """The request's body stopped coming."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class NotServedError(RequestError):
     """An endpoint, or an optional part, that this server does not have."""
 
@@ -99,6 +108,14 @@ class BlockedError(RequestError):
     """The guard refused the prompt; the code is the one clients know for filtered prompts."""
 
     code = "content_filter"
+
+
+class StoreError(RequestError):
+    """The file of stored responses cannot be read or written now; nothing else is affected."""
+
+    status = 503
+    code = "store_unavailable"
+    type = "server_error"
 
 
 class InternalError(RequestError):

@@ -177,6 +177,59 @@ def test_a_closed_budget_leaves_the_constraint_to_begin_at_once() -> None:
     assert [r.grammar and r.grammar.start_after for r in engine.requests] == [THINK_END, None]
 
 
+def in_letters(text: str) -> list[int]:
+    """Ids of a text whose tags are spelled by ordinary tokens."""
+    return [t for part in re.split("(?<=<)", text) for t in tokenizer().encode(part)]
+
+
+CALLS = (
+    "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    '<tool_call>{"name": "stop", "arguments": {}}</tool_call>',
+)
+
+
+@pytest.mark.parametrize("text", [*CALLS, '["<function=stop>\n</function>\n</tool_call>"]', '"' + CALLS[0] + '"'])
+@pytest.mark.parametrize("tokens_per_step", [1, 4])
+@pytest.mark.parametrize("think", [False, True])
+@pytest.mark.parametrize("stop", [None, "\n</think>!", "<tool_call>?"])
+def test_a_constrained_answer_that_spells_a_call_in_letters_is_text(
+    text: str, tokens_per_step: int, think: bool, stop: str | None
+) -> None:
+    def ask(ids: list[int]) -> Any:
+        before = tokenizer().encode(f"I may {CALLS[0]} later\n</think>\n\n") if think else []
+        body = {"messages": HI, "tools": TOOLS, "guided_choice": [text], "stop": stop}
+        body |= {} if think else {"chat_template_kwargs": CLOSED}
+        engine = engine_of(before + ids, tokens_per_step=tokens_per_step)
+        return post(engine, CHAT, body).json()["choices"][0]
+
+    assert tokenizer().decode(in_letters(text)) == text
+    said = ask(in_letters(text))
+    assert (said["message"]["content"], said["finish_reason"]) == (text, "stop")
+    assert "tool_calls" not in said["message"]
+    assert said["message"].get("reasoning") == (f"I may {CALLS[0]} later" if think else None)
+    if text in CALLS:
+        called = ask(tokenizer().encode(text))
+        assert called["message"]["tool_calls"][0]["function"] == {"name": "stop", "arguments": "{}"}
+        assert called["finish_reason"] == "tool_calls"
+
+
+def test_thinking_that_breaks_off_inside_a_call_does_not_swallow_a_constrained_answer() -> None:
+    broken = "<tool_call>\n<function=place>\n<parameter=unit>\nm</think>\n\n7"
+    body = {"messages": HI, "tools": TOOLS, "guided_regex": "[0-9]"}
+    message = post(saying(broken), CHAT, body).json()["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == ("7", None)
+    assert message["reasoning"] == broken.partition("</think>")[0]
+
+
+@pytest.mark.parametrize("value", ["a</parameter>", "</function>"])
+def test_a_value_that_would_close_its_own_call_is_refused_by_name(value: str) -> None:
+    function = {"name": "mark", "parameters": {"type": "object", "properties": {"tag": {"enum": ["b", value]}}}}
+    body = {"messages": HI, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    response = post(saying("x"), CHAT, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert "'tag' of function 'mark'" in response.json()["error"]["message"]
+
+
 # The bundled model
 
 

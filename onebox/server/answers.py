@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 Phase = Literal["starting", "ready", "draining", "failed"]
 LONG_TEXT = 20_000  # characters; encoding more than this leaves the event loop (about 5 ms)
+LONG_CHAT = 200  # messages and tools; rendering more leaves the event loop
+FIRST_LOOK = 2**20  # characters; of a longer prompt the beginning may already be too long
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,24 @@ class Service:
             return await asyncio.to_thread(self.tokenizer.encode, text)
         return self.tokenizer.encode(text)
 
+    async def encode_prompt(self, text: str, *, param: str) -> tuple[int, ...]:
+        """Ids of a prompt. Raises ContextLengthError as soon as it is known to be too long: megabytes take seconds."""
+        limit, look = self.engine.info.max_model_len, FIRST_LOOK
+        while look < len(text):
+            n = len(await self.encode(text[:look]))
+            if n > 1.01 * limit + 100:  # where a text is cut, its last tokens may differ
+                raise ContextLengthError(
+                    f"This model's maximum context length is {limit} tokens, but the first {look} of {len(text)} "
+                    f"characters of the prompt have {n} tokens. Shorten the prompt.",
+                    param=param,
+                )
+            look *= 4
+        return tuple(await self.encode(text))
+
     async def text_prompt(self, prompt: str | Sequence[int], *, param: str) -> Prompt:
         """A prompt of text or token ids. Raises RequestError for an id the model does not have."""
         if isinstance(prompt, str):
-            return Prompt(tuple(await self.encode(prompt)))
+            return Prompt(await self.encode_prompt(prompt, param=param))
         vocab = self.engine.info.vocab
         for i in prompt:
             if not 0 <= i < vocab:
@@ -168,14 +184,18 @@ class Service:
         continue_final: bool = False,
     ) -> Prompt:
         """The prompt of a chat in the model's template."""
-        text = self.tokenizer.render(
-            normalize_messages(messages),
-            tools=tools,
-            options={**self.template_options, **(options or {})},
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-        )
-        ids = tuple(await self.encode(text))
+
+        def render() -> str:
+            return self.tokenizer.render(
+                normalize_messages(messages),
+                tools=tools,
+                options={**self.template_options, **(options or {})},
+                add_generation_prompt=add_generation_prompt,
+                continue_final=continue_final,
+            )
+
+        text = await asyncio.to_thread(render) if len(messages) + len(tools) > LONG_CHAT else render()
+        ids = await self.encode_prompt(text, param="messages")
         return Prompt(ids, prompt_thinking(text), self.tokenizer.turn_ends(ids))
 
     def room(self, n_prompt: int, asked: int | None, *, param: str = "messages") -> int:
@@ -192,9 +212,12 @@ class Service:
             )
         return min(limit - n_prompt, asked or limit)
 
-    def parser(self, thinking: Thinking, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+    def parser(self, thinking: Thinking, tools: Sequence[Mapping[str, Any]], *, held: bool) -> AnswerParser:
+        """`held`: a grammar says what follows thinking, and so what is thinking and where calls may stand."""
+        if not self.reasoning or (held and thinking == "unknown"):
+            thinking = "closed"
         return AnswerParser(
-            thinking=thinking if self.reasoning else "closed", tools=tools if self.tools and tools else None
+            thinking=thinking, tools=tools if self.tools and tools else None, calls_in_thinking=not held
         )
 
     async def run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, AnswerDelta], None]:

@@ -29,6 +29,7 @@ import onebox
 from onebox.engine.client import EngineClient
 from onebox.errors import (
     ApiKeyError,
+    BodyTimeoutError,
     BodyTooLargeError,
     InternalError,
     NotServedError,
@@ -59,6 +60,7 @@ Count = Callable[[int, str | None], None]
 encode_json = msgspec.json.Encoder().encode
 PING_S = 10.0
 MAX_BODY_BYTES = 32 * 2**20
+BODY_SILENCE_S = 30.0  # a body that stands still for longer is given up
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no key needed
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
@@ -85,6 +87,10 @@ def error_response(e: RequestError) -> Response:
     headers = {"Retry-After": str(e.retry_after_s)} if isinstance(e, QueueFullError) else {}
     if e.status == 503:
         headers["Retry-After"] = "5"
+    elif e.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    elif e.status == 408:
+        headers["Connection"] = "close"  # what else the client sends would be taken for a request
     return json_response(error_json(e), e.status, headers)
 
 
@@ -94,12 +100,25 @@ async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """The body as it came. Raises BodyTooLargeError."""
-    data = bytearray()
-    async for part in request.stream():
+    """The body as it came. Raises BodyTooLargeError, BodyTimeoutError, and RequestError for a compressed one."""
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("", "identity"):
+        raise RequestError(f"A body with Content-Encoding {coding[:40]!r} is not read; send it as it is.")
+    too_large = BodyTooLargeError(f"The body is larger than {limit} bytes.")
+    if int(request.headers.get("content-length", 0)) > limit:  # the HTTP layer lets only digits through
+        raise too_large
+    data, parts = bytearray(), request.stream()
+    while True:
+        try:
+            part = await asyncio.wait_for(anext(parts, None), BODY_SILENCE_S)
+        except TimeoutError:
+            raise BodyTimeoutError(
+                f"The body did not come: {len(data)} bytes, then {BODY_SILENCE_S:g} s of nothing."
+            ) from None
+        if part is None:
+            break
         data += part
         if len(data) > limit:
-            raise BodyTooLargeError(f"The body is larger than {limit} bytes.")
+            raise too_large
     if getattr(request.app.state, "log_prompts", False):
         logs.access.info("body of %s: %s", request.url.path, data.decode("utf-8", "replace"))
     return bytes(data)
@@ -245,9 +264,8 @@ def shaped_error(path: str, e: RequestError) -> Response:
     """An error in the shape of the API that the path belongs to."""
     made = error_response(e)
     if path.startswith("/v1/messages"):
-        made = json_response(
-            messages.error_json(e), e.status, {k: v for k, v in made.headers.items() if k == "retry-after"}
-        )
+        kept = {k: v for k, v in made.headers.items() if not k.startswith("content-")}
+        made = json_response(messages.error_json(e), e.status, kept)
     return made
 
 
@@ -260,7 +278,10 @@ async def typed_events(events: AsyncGenerator[dict[str, Any], None]) -> AsyncGen
 
 
 class Gate:
-    """Names each request, checks its key, and writes the access log. Bearer or x-api-key; compared in constant time."""
+    """Names each request, checks its key, and writes the access log. Bearer or x-api-key; compared in constant time.
+
+    HEAD is answered as GET; the HTTP layer leaves the body out.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], count: Count) -> None:
         self.app = app
@@ -291,7 +312,8 @@ class Gate:
                 self.count(e.status, e.code)
                 await shaped_error(scope["path"], e)(scope, receive, send_named)
             else:
-                await self.app(scope, receive, send_named)
+                head = scope["method"] == "HEAD"
+                await self.app({**scope, "method": "GET"} if head else scope, receive, send_named)
         except Exception:
             status = 500
             raise
@@ -411,13 +433,15 @@ def add_error_handlers(app: FastAPI, counters: metrics.HttpMetrics) -> None:
         count(e.status, e.code)
         return shaped_error(request.url.path, e)
 
-    async def http(_: Request, e: Exception) -> Response:
+    async def http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         codes = {404: "not_found", 405: "method_not_allowed"}
-        code = codes.get(e.status_code, "invalid_request")
-        count(e.status_code, code)
-        error = {"message": str(e.detail), "type": "invalid_request_error", "param": None, "code": code}
-        return json_response({"error": error}, e.status_code, e.headers)
+        made = RequestError(str(e.detail))
+        made.status, made.code = e.status_code, codes.get(e.status_code, "invalid_request")
+        count(made.status, made.code)
+        response = shaped_error(request.url.path, made)
+        response.headers.update(e.headers or {})
+        return response
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)
@@ -595,16 +619,16 @@ def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body
 
     @app.get("/v1/responses/{response_id}", tags=["generation"])
     async def stored(response_id: str) -> Response:
-        return json_response(responses.store.get(response_id)[0])
+        return json_response((await asyncio.to_thread(responses.store.get, response_id))[0])
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["generation"])
     async def cancel(response_id: str) -> Response:
-        responses.cancel(response_id)
+        await responses.cancel(response_id)
         return json_response({"id": response_id, "object": "response", "status": "cancelled"})
 
     @app.delete("/v1/responses/{response_id}", tags=["generation"])
     async def delete(response_id: str) -> Response:
-        responses.store.delete(response_id)
+        await asyncio.to_thread(responses.store.delete, response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -663,6 +687,7 @@ FAILURES = {
     "400": "The request is wrong; `param` names the field.",
     "401": "No valid API key.",
     "404": "No such model, response or trace.",
+    "408": "The body stopped coming.",
     "413": "The body is too large.",
     "429": "The queue is full; Retry-After says when to come back.",
     "501": "Not served.",

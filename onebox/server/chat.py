@@ -80,7 +80,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; the names of special tokens inside it become those tokens."""
-        return self.rust.encode(text, add_special_tokens=False).ids
+        # of its ways to encode the one that always leaves other threads running
+        return self.rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """Text of `ids`, bytes that are no UTF-8 replaced."""
@@ -414,6 +415,9 @@ class Answer:
     min_tokens: int = 0
     stop_token_ids: Sequence[int] = ()  # those asked for; the model's own end of text is no stop reason
     constrained_by: str | None = None  # the field of the body that holds the answer to a grammar
+    # beside a grammar: what does not begin with this token after `begins_after` is no call, whatever it spells
+    call_token: int | None = None
+    begins_after: Sequence[int] = ()
     max_calls: int | None = None  # the answer ends after this many tool calls
     pause_at: Callable[[Answer], bool] | None = None  # asked after each token; see push
     usage: AnswerUsage = field(default_factory=AnswerUsage)
@@ -464,6 +468,8 @@ class Answer:
         usage, events, stop = self.usage, Events(), None
         for i, token in enumerate(tokens):
             self.taken.append(token)
+            if self.call_token is not None:
+                self._look_for_call(token)
             usage.completion_tokens += 1
             if self.parser is not None and self.parser.thinking:
                 usage.reasoning_tokens += 1
@@ -494,6 +500,16 @@ class Answer:
         if stop is not None:
             return self._finish(events, "stop", stop)
         return self._finish(events, end, stop_token if stop_token in self.stop_token_ids else None)
+
+    def _look_for_call(self, token: int) -> None:
+        after = tuple(self.begins_after)
+        if after:
+            if tuple(self.taken[-len(after) :]) == after:
+                self.begins_after = ()
+        elif token == self.call_token or self.tokenizer.bytes_of(token).strip():
+            if token != self.call_token and self.parser is not None:
+                self.parser.expect_no_call()
+            self.call_token = None
 
     def _release(self, text: str, events: Events) -> None:
         if not text:

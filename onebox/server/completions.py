@@ -19,7 +19,7 @@ from onebox.server.answers import Job, Prompt, Service, Steering, new_id
 from onebox.server.chat import Answer, AnswerDelta, AnswerUsage, Tokenizer, normalize_messages
 from onebox.server.grammars import Asked, answer_grammar
 from onebox.server.intake import Report
-from onebox.server.parsers import THINK_END, AnswerParser, CallDelta
+from onebox.server.parsers import CALL, THINK_END, AnswerParser, CallDelta
 from onebox.server.protocol import ChatBody, ChatMessage, CompletionBody, GenerationBody
 
 FINGERPRINT = f"onebox-{onebox.__version__}"
@@ -96,9 +96,11 @@ async def prepare_chat(service: Service, body: ChatBody) -> Run:
         asked = replace(asked, grammar=replace(asked.grammar, start_after=after))
     jobs = []
     for i in range(n):
-        parser = service.parser(prompt.thinking, tools)
+        parser = service.parser(prompt.thinking, tools, held=asked is not None)
         job = make_job(service, body, id, i, prompt, params, parser=parser, asked=asked)
         job.answer.max_calls = 1 if one_call else None
+        if asked is not None and len(call := service.tokenizer.encode(CALL)) == 1:
+            job.answer.call_token, job.answer.begins_after = call[0], asked.grammar.start_after or ()
         jobs.append(replace(job, steering=steering))
     return Run(id, model, (prompt,), tuple(jobs), n, body, report=report)
 

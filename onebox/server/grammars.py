@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from onebox.errors import RequestError
 from onebox.request import Grammar
-from onebox.server.parsers import CALL, CALL_END, FUNCTION, FUNCTION_END, tool_schema, value_types
+from onebox.server.parsers import CALL, CALL_END, FUNCTION, FUNCTION_END, PARAMETER_END, tool_schema, value_types
 
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -155,7 +155,10 @@ def call_rules(tools: Sequence[Mapping[str, Any]], encode: Callable[[str], Seque
                 raise RequestError(f"Parameter {key[:60]!r} of function {name!r} has no form.", param="tools")
             parts.append(f"p{i}_{j}" + ("" if key in names else "?"))
             rules.append(f"p{i}_{j}: {literal(f'<parameter={key}>' + chr(10))} v{i}_{j} " + literal("\n"))
-            rules.append(value_rule(f"v{i}_{j}", value, schema))
+            try:
+                rules.append(value_rule(f"v{i}_{j}", value, schema))
+            except RequestError as e:
+                raise RequestError(f"Parameter {key[:60]!r} of function {name!r}: {e}", param="tools") from e
         rules.append(f"f{i}: " + " ".join(parts))
     rules.append(
         f"call: {tag(CALL, encode)} {literal(chr(10) + FUNCTION)} ({' | '.join(functions)}) "
@@ -165,13 +168,15 @@ def call_rules(tools: Sequence[Mapping[str, Any]], encode: Callable[[str], Seque
 
 
 def value_rule(rule: str, schema: Any, root: Mapping[str, Any]) -> str:
-    """The rule of a parameter's value and its closing tag."""
+    """The rule of a parameter's value and its closing tag. Raises RequestError for a value that has no form."""
     types = value_types(schema, root)
     closing = literal("</parameter>")
     values = (
         schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, Mapping) else None
     )
     if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
+        if ends := [v for v in values if PARAMETER_END in v or FUNCTION_END in v]:
+            raise RequestError(f"the value {ends[0][:60]!r} holds a closing tag of the call it would stand in.")
         return f"{rule}: ({' | '.join(literal(v + chr(10)) for v in values)}) {closing}"
     if not types or "string" in types:
         return f"{rule}[suffix={closing}]: /(?s:.*)/"

@@ -105,14 +105,21 @@ class AnswerParser:
 
     `thinking` says where the prompt left off: inside thinking ("open"), outside ("closed"), or nowhere ("unknown": a
     leading `<think>` opens it). `tools` are OpenAI function tools; None leaves tool calls alone, as text. A call is
-    read inside thinking too, when its function is a known one.
+    read inside thinking too, when its function is a known one, unless `calls_in_thinking` is false.
     """
 
-    def __init__(self, *, thinking: Thinking = "closed", tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        thinking: Thinking = "closed",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        calls_in_thinking: bool = True,
+    ) -> None:
         first: dict[Thinking, State] = {"open": "thinking", "closed": "content", "unknown": "start"}
         self._state: State = first[thinking]
         self._outer: State = "content"  # where a finished call returns to
         self._schemas = None if tools is None else dict(map(tool_schema, tools))
+        self._calls_in_thinking = calls_in_thinking
         self._buffer = ""
         self._trim = self._state == "thinking"  # leading white space of the coming text is not part of it
         self._line_start = True
@@ -138,6 +145,10 @@ class AnswerParser:
     def n_closed(self) -> int:
         """Calls whose arguments are complete."""
         return self._n_closed
+
+    def expect_no_call(self) -> None:
+        """What comes is text, whatever it spells."""
+        self._schemas = None
 
     def push(self, text: str, events: Events) -> None:
         """Reads `text`, adding what is now certain to `events`."""
@@ -213,7 +224,7 @@ class AnswerParser:
         return self._hold(len(text), events)
 
     def _opening(self, text: str, at: int) -> Opening | Literal[False] | None:
-        if self._schemas is None:
+        if self._schemas is None or (self._state == "thinking" and not self._calls_in_thinking):
             return False
         opening = read_opening(text[at:])
         if opening is False:

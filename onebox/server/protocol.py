@@ -35,13 +35,16 @@ class RequestBody(BaseModel):
 
     def check_fields(self) -> None:
         """Raises RequestError for a field that is known and not honoured; logs each unknown field once."""
+        unknown: list[str] = []
         for name, value in (self.model_extra or {}).items():
             if name in self.refused:
                 if value not in (None, False, [], {}, "", 0):
                     raise RequestError(f"Unsupported field '{name}': {self.refused[name]}", param=name)
-            elif name not in self.without_effect and name not in _named and len(_named) < 1000:
+            elif name not in self.without_effect and name not in _named and len(unknown) < 10 and len(_named) < 1000:
                 _named.add(name)
-                log.warning("unknown request field %r is ignored", name[:100])
+                unknown.append(name[:100])
+        if unknown:
+            log.warning("unknown request fields are ignored: %s", ", ".join(map(repr, unknown)))
 
 
 CompressMethod = Literal["auto", "llmlingua", "longllmlingua", "llmlingua2"]

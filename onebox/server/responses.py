@@ -6,27 +6,36 @@ other than function (agents send them) are left out.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import re
 import sqlite3
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from onebox.errors import ConfigError, NotFoundError, RequestError
+from onebox.errors import ConfigError, NotFoundError, RequestError, StoreError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, prepare_chat
 from onebox.server.protocol import ChatBody, IntakeFields, RequestBody, translated
 
+log = logging.getLogger(__name__)
+
 Event = dict[str, Any]
 Item = dict[str, Any]
 STATUS: Mapping[str, str] = {"stop": "completed", "length": "incomplete"}
 KEPT_RESPONSES = 10_000
+KEPT_BYTES = 512 * 2**20
+LOCKED_S = 2.0  # how long another process may hold a file of responses
+encode_json = msgspec.json.Encoder().encode
 
 
 class TextFormat(BaseModel):
@@ -192,40 +201,71 @@ def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 class Store:
-    """Responses by id in SQLite, each with its conversation; the oldest beyond KEPT_RESPONSES are dropped.
+    """Responses by id in SQLite, each with its conversation. The oldest are dropped beyond KEPT_RESPONSES, and beyond
+    KEPT_BYTES: a conversation is kept anew with every response that continues it.
 
-    A file outlives the server. Raises ConfigError for one that cannot be used.
+    A file outlives the server. Raises ConfigError for one that cannot be used. Every method may be called from any
+    thread, and raises StoreError when the file fails meanwhile (full, locked, read-only).
     """
 
-    def __init__(self, path: str = ":memory:") -> None:
+    def __init__(self, path: str = ":memory:", *, max_bytes: int = KEPT_BYTES) -> None:
+        self.path, self.max_bytes = path, max_bytes
+        self._lock = Lock()
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=LOCKED_S)
             # a response is lost by a power cut at most, never by a crash of the server
             self._db.execute("pragma journal_mode = wal").fetchall()
             self._db.execute("pragma synchronous = normal")
             self._db.execute("create table if not exists responses (n integer primary key, id unique, response, items)")
-            self._db.execute("select n, id, response, items from responses limit 1").fetchall()
+            rows = self._db.execute("select n, length(response) + length(items) from responses order by n")
+            self._sizes: dict[int, int] = dict(rows.fetchall())
+            self._bytes = sum(self._sizes.values())
         except sqlite3.Error as e:
             raise ConfigError(f"--response-store {path}: {e}; name a file that can be written.") from e
 
     def put(self, response: Mapping[str, Any], items: Sequence[Item]) -> None:
-        row = (response["id"], json.dumps(response), json.dumps(items))
-        self._db.execute("insert or replace into responses (id, response, items) values (?, ?, ?)", row)
-        self._db.execute("delete from responses where n <= (select max(n) from responses) - ?", (KEPT_RESPONSES,))
+        row = (response["id"], encode_json(response), encode_json(items))
+        with self._using() as db:
+            n = db.execute("insert into responses (id, response, items) values (?, ?, ?)", row).lastrowid
+            assert n is not None
+            self._sizes[n] = len(row[1]) + len(row[2])
+            self._bytes += self._sizes[n]
+            while len(self._sizes) > KEPT_RESPONSES or (self._bytes > self.max_bytes and len(self._sizes) > 1):
+                self._drop(db, next(iter(self._sizes)))
 
     def get(self, id: str) -> tuple[dict[str, Any], list[Item]]:
         """A response and its conversation. Raises NotFoundError."""
-        row = self._db.execute("select response, items from responses where id = ?", (id,)).fetchone()
-        if row is None:
-            raise NotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
-        return json.loads(row[0]), json.loads(row[1])
+        with self._using() as db:
+            _, response, items = self._row(db, id)
+        return json.loads(response), json.loads(items)
 
     def delete(self, id: str) -> None:
-        self.get(id)
-        self._db.execute("delete from responses where id = ?", (id,))
+        """Raises NotFoundError."""
+        with self._using() as db:
+            self._drop(db, self._row(db, id)[0])
 
     def close(self) -> None:
-        self._db.close()
+        with self._lock:
+            self._db.close()
+
+    def _row(self, db: sqlite3.Connection, id: str) -> tuple[int, bytes | str, bytes | str]:
+        row = db.execute("select n, response, items from responses where id = ?", (id,)).fetchone()
+        if row is None:
+            raise NotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
+        n, response, items = row
+        return n, response, items
+
+    def _drop(self, db: sqlite3.Connection, n: int) -> None:
+        db.execute("delete from responses where n = ?", (n,))
+        self._bytes -= self._sizes.pop(n, 0)
+
+    @contextmanager
+    def _using(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as e:
+                raise StoreError(f"The store of responses failed: {e}.") from e
 
 
 class Responses:
@@ -242,7 +282,7 @@ class Responses:
         items: list[Item] = []
         if body.previous_response_id:
             try:
-                items = self.store.get(body.previous_response_id)[1]
+                items = (await asyncio.to_thread(self.store.get, body.previous_response_id))[1]
             except NotFoundError as e:
                 raise RequestError(str(e), param="previous_response_id") from e
         items = [*items, *body.items()]
@@ -255,10 +295,19 @@ class Responses:
                 job.answer.constrained_by = "text.format"
         return replace(run, id=new_id("resp").replace("-", "_")), items
 
-    def cancel(self, id: str) -> None:
+    async def _stored(self, response: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
+        """Keeps a response. A finished answer is never lost to its store: what it says of itself then is given."""
+        try:
+            await asyncio.to_thread(self.store.put, response, items)
+        except StoreError as e:
+            log.error("response %s is not stored: %s", response["id"], e)
+            return {"store": False, "warnings": [f"Not stored: {e} It cannot be continued by its id."]}
+        return {}
+
+    async def cancel(self, id: str) -> None:
         """Ends a response under way after its current step. Raises RequestError when it is over."""
         if id not in self.running:
-            self.store.get(id)
+            await asyncio.to_thread(self.store.get, id)
             raise RequestError(f"Response '{id[:100]}' is over already.", param="response_id")
         self.running[id] = True
 
@@ -299,7 +348,7 @@ class Responses:
                 yield numbered(event)
             response = response_json(body, run, output.items, status)
             if body.store is not False:
-                self.store.put(response, [*items, *output.items])
+                response |= await self._stored(response, [*items, *output.items])
             kind = "response.completed" if status in ("completed", "cancelled") else "response.incomplete"
             yield numbered({"type": kind, "response": response})
         finally:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
+from types import FrameType
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -271,6 +272,14 @@ def configured_logs(options: HttpOptions, say: Say) -> Say:
     return starting.log.info if options.log_format == "json" else say
 
 
+class Server(uvicorn.Server):
+    """The first signal ends it gracefully, the second at once, whichever they are."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+
 def uvicorn_server(app: FastAPI, options: HttpOptions) -> uvicorn.Server:
     """Our own access log, and logging as it is configured already."""
     config = uvicorn.Config(
@@ -281,7 +290,7 @@ def uvicorn_server(app: FastAPI, options: HttpOptions) -> uvicorn.Server:
         lifespan="on",
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
     )
-    return uvicorn.Server(config)
+    return Server(config)
 
 
 def serve(options: ServeOptions, make_engine: MakeEngine, *, say: Say = print) -> None:
