@@ -37,7 +37,7 @@ from onebox.errors import (
     QueueFullError,
     RequestError,
 )
-from onebox.server import completions, logs, messages, metrics
+from onebox.server import completions, face, logs, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
 from onebox.server.intake import Intake, IntakeOptions
@@ -61,7 +61,7 @@ encode_json = msgspec.json.Encoder().encode
 PING_S = 10.0
 MAX_BODY_BYTES = 32 * 2**20
 BODY_SILENCE_S = 30.0  # a body that stands still for longer is given up
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"})  # no key needed
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"}) | face.PATHS  # no key needed
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -421,6 +421,8 @@ def create_app(
     add_responses(app, responses, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_routes(app, service, ping_s=ping_s, max_body_bytes=max_body_bytes)
     add_intake(app, service.intake, max_body_bytes=max_body_bytes)
+    face.add_forecast(app)
+    face.add_face(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 

@@ -21,7 +21,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 import onebox
 from onebox.errors import RequestError, UpstreamError, UpstreamTimeoutError
-from onebox.server import messages, metrics
+from onebox.server import face, messages, metrics
 from onebox.server.app import (
     MAX_BODY_BYTES,
     PING_S,
@@ -341,6 +341,7 @@ def create_upstream_app(
     add_gate(app, upstream.metrics, api_keys=api_keys, allowed_origins=allowed_origins)
     add_error_handlers(app, upstream.metrics)
     add_intake(app, taken, max_body_bytes=max_body_bytes)
+    face.add_face(app)
     add_upstream(app, upstream, ping_s=ping_s, max_body_bytes=max_body_bytes)
     return app
 
