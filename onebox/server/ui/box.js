@@ -68,22 +68,23 @@ async function showPlan() {
   );
 }
 
-/** Rungs as bars: what the bandwidth allows, and in it what the engine is expected to reach. */
-function drawLadder(made) {
-  const [left, top, step, width] = [172, 8, 30, 640];
+/** Rungs as bars: what the bandwidth allows, and in it what the engine is expected to reach. `narrow`: names above. */
+function drawLadder(made, narrow) {
+  const [left, width, after, step] = narrow ? [1, 230, 125, 48] : [172, 640, 130, 30];
   const most = Math.max(...made.ladder.map((rung) => rung.roof_tok_s));
   const rows = made.ladder.flatMap((rung, i) => {
-    const y = top + i * step;
+    const y = 4 + i * step + (narrow ? 20 : 0);
     const [roof, expected] = [(width * rung.roof_tok_s) / most, (width * rung.expected_tok_s) / most];
     return [
-      svg("text", { x: left - 10, y: y + 15, class: "name" }, rung.rung),
+      svg("text", { x: narrow ? 0 : left - 10, y: narrow ? y - 5 : y + 15, class: "name" }, rung.rung),
       svg("rect", { x: left, y, width: roof.toFixed(1), height: 20, rx: 3, class: "roof" }),
       svg("rect", { x: left, y, width: expected.toFixed(1), height: 20, rx: 3, class: "expected" }),
-      svg("text", { x: left + roof + 8, y: y + 15, class: "value" }, `${speed(rung.expected_tok_s)} of ${speed(rung.roof_tok_s)}`),
+      svg("text", { x: (left + roof + 8).toFixed(1), y: y + 15, class: "value" }, `${speed(rung.expected_tok_s)} of ${speed(rung.roof_tok_s)}`),
     ];
   });
   const label = `Tokens a second by rung: ${made.ladder.map((r) => `${r.rung} ${speed(r.expected_tok_s)} expected of ${speed(r.roof_tok_s)}`).join("; ")}`;
-  return svg("svg", { viewBox: `0 0 ${left + width + 130} ${top + made.ladder.length * step}`, class: "rungs", role: "img", "aria-label": label }, ...rows);
+  const view = `0 0 ${left + width + after} ${8 + made.ladder.length * step}`;
+  return svg("svg", { viewBox: view, class: `rungs ${narrow ? "narrow" : "wide"}`, role: "img", "aria-label": label }, ...rows);
 }
 
 async function showLadder() {
@@ -99,13 +100,14 @@ async function showLadder() {
     const made = await json(`/v1/onebox/forecast?${query}`);
     if (mine !== asked) return;
     const ladder = made.ladder.map((r) => [r.rung, r.step_gb.toFixed(2), speed(r.roof_tok_s), speed(r.expected_tok_s)]);
-    const advice = made.advice.map((a) => [a.workload, a.settings, speed(a.tok_s), a.reason]);
+    const advice = made.advice.flatMap((a) => [make("dt", {}, `${a.workload}: ${a.settings}, ${speed(a.tok_s)} tok/s`), make("dd", {}, a.reason)]);
     room.replaceChildren(
       make("p", { class: "key" }, make("span", { class: "swatch expected" }), "expected tokens a second ", make("span", { class: "swatch roof" }), "what the memory's bandwidth allows"),
-      make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "The ladder as a picture" }, drawLadder(made)),
+      drawLadder(made, false),
+      drawLadder(made, true),
       make("details", { class: "fold" }, make("summary", {}, "The same as a table"), make("div", { class: "scroll" }, table("The ladder", ["Rung", "GB a step", "Roof tok/s", "Expected tok/s"], ladder, [1, 2, 3]))),
       make("h3", {}, "What to choose"),
-      make("div", { class: "scroll" }, table("What to choose", ["For", "Settings", "tok/s", "Because"], advice, [2])),
+      make("dl", { class: "advice" }, ...advice),
       ...made.notes.map((note) => make("p", { class: "quiet" }, note)),
     );
   } catch (e) {
