@@ -636,6 +636,32 @@ def guard(
         raise typer.Exit(guard_command.status(verdict))
 
 
+@app.command()
+def doctor(
+    model: Model = None,
+    device: Device = "auto",
+    host: Annotated[str, typer.Option(help="Address a server would listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port it would listen on.")] = 8000,
+    self_test: Annotated[bool, typer.Option(help="Load the model and let it answer.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Look at this machine: what keeps models from being served, or slow, and what helps. Exit status 3: a problem."""
+    from onebox.doctor import FAILED, examine, report
+
+    if not 1 <= port < 65536:
+        raise ConfigError(f"--port must be between 1 and 65535, got {port}.")
+    findings = []
+    for finding in examine(resolve_model(model, None), device=device, host=host, port=port, self_test=self_test):
+        findings.append(finding)
+        if not as_json:
+            typer.echo("\n".join(finding.lines()))
+    made = report(findings, onebox.__version__)
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
+    if not made["ok"]:
+        raise typer.Exit(FAILED)
+
+
 def typed_lines() -> Iterator[str]:
     """What the user types, or what is piped in, until it ends."""
     interactive = sys.stdin.isatty()
@@ -666,7 +692,7 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted;
-    `guard` adds 3: flagged."""
+    `guard` adds 3, flagged, and `doctor` 3, a problem found."""
     share_cores()
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:

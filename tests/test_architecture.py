@@ -14,6 +14,7 @@ PACKAGE = ROOT / "onebox"
 # top to bottom; testing.py holds the fakes of the interfaces below it
 ORDER = [
     "cli",
+    "doctor",
     "integrations",
     "bench",
     "testing",
