@@ -467,8 +467,8 @@ def build(
     if verify is not None:
         verify_build(verify, source, revision, quiet=quiet)
         return
-    if source is None or (out is None and not dry_run):
-        raise ConfigError(f"{'SOURCE' if source is None else '--out'} is missing; see 'onebox build --help'.")
+    if not source or (not out and not dry_run):
+        raise ConfigError(f"{'--out' if source else 'SOURCE'} is missing; see 'onebox build --help'.")
     if format_ not in ("onebox", "auto-round"):
         raise ConfigError(f"--format {format_!r} is not known. Known: onebox, auto-round.")
     if format_ == "auto-round" and (recipe not in (None, "int4") or donor or mtp not in ("recipe", "keep", "drop")):
@@ -480,19 +480,21 @@ def build(
     from onebox.model.calibrate import calibration_label, quantizer_for
     from onebox.model.complete import check_complete
 
+    if not 0 < shard_gb < 1e6:
+        raise ConfigError(f"--shard-gb must be above 0, got {shard_gb}.")
     options = BuildOptions(
         recipe="int4" if format_ == "auto-round" else recipe,
         mtp=mtp,
         group=group,
         vision=vision,
-        shard_bytes=int(shard_gb * 1e9),
+        shard_bytes=max(int(shard_gb * 1e9), 1),
         revision=revision,
         donor=donor,
         donor_revision=donor_revision,
         calibration=calibration_label(Path(calibrate)) if calibrate else None,
     )
     prepared = prepare(source, options)
-    check_complete(prepared.base.path)
+    check_complete(prepared.base.path, mtp=mtp != "drop")
     for line in (*(prepared.plan.lines() if verbose else ()), *prepared.summary()):
         typer.echo(line)
     if dry_run:
@@ -704,6 +706,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as e:
+        if e.filename is None:
+            raise
+        fail(f"{e.filename}: {e.strerror or e}", 1)
     except Exception as e:
         # typer's usage errors carry the message for the user and an exit code; anything else is a bug.
         if not hasattr(e, "format_message"):
@@ -713,6 +719,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fail(message: str, code: int) -> None:
+    """One line, and one that a name in a file cannot make into commands of the terminal."""
+    message = "".join(c if c.isprintable() else "?" for c in message)
     typer.echo(f"onebox: error: {message}", err=True)
     sys.exit(code)
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import struct
 import time
@@ -16,19 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LAYOUTS, VOCAB, Layout, config, fp8, left_16_bit, make_twin, plain, write
+from checkpoints import LAYOUTS, VOCAB, Layout, config, fp8, left_16_bit, make_twin, plain, write, write_files
 
 from onebox.bench.quality import next_token_logits
 from onebox.checkpoint.hybrid import Matrix
 from onebox.checkpoint.int8_head import quantize_int8
 from onebox.checkpoint.reader import WeightReader
 from onebox.checkpoint.verify import verify
-from onebox.checkpoint.write import BuildOptions, build, prepare
+from onebox.checkpoint.write import BuildOptions, build, prepare, run
 from onebox.errors import CheckpointError, ConfigError
 from onebox.ledger import Build
 from onebox.model.load import load_model
 
 TWIN = make_twin()
+SCALES = ("scales", "weight_scale", "weight_scale_inv")
 
 
 def kinds(path: Path, names: list[str]) -> list[str]:
@@ -252,6 +254,7 @@ def with_manifest_of(out: Path, change: Callable[[bytearray, dict[str, Any], int
         ("layers.1.mlp.experts.0.up_proj.scales", b"\x00\x7c", "Inf"),
         ("layers.1.mlp.experts.0.up_proj.scales", b"\x00\x00", "scale of zero"),
         ("layers.1.mlp.shared_expert.up_proj.weight", b"\x7f", "NaN"),
+        ("layers.1.mlp.shared_expert.up_proj.weight", b"\xff", "NaN"),
         ("layers.1.mlp.shared_expert.up_proj.weight_scale_inv", b"\x00\x00\x80\xbf", "negative"),
         ("lm_head.weight", b"\x80", "-128"),
         ("layers.1.mlp.experts.0.up_proj.qzeros", b"\x66", "zero points"),
@@ -339,6 +342,125 @@ def test_full_disk_is_noticed_before_the_first_byte(tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+def test_disk_that_fills_up_is_one_line_and_the_build_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    out, options = tmp_path / "out", BuildOptions(shard_bytes=300_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"model-0000\d-of-.*too large.*run the same command again"):
+            build(str(tmp_path / "src"), out, options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [f for f in out.iterdir() if f.name.endswith("safetensors.partial")], "its room is not given back"
+    with pytest.raises(CheckpointError, match="not finished"):
+        verify(out)
+    build(str(tmp_path / "src"), out, options)
+    build(str(tmp_path / "src"), tmp_path / "clean", options)
+    assert hashes(out) == hashes(tmp_path / "clean")
+
+
+def test_folder_with_a_build_running_in_it_is_left_to_it(tmp_path: Path) -> None:
+    import fcntl
+
+    write(TWIN, tmp_path / "src")
+    (tmp_path / "out").mkdir()
+    fd = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another build is running"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    os.close(fd)
+    build(str(tmp_path / "src"), tmp_path / "out")
+
+
+class Stop(Exception):
+    """An end in the middle of a build."""
+
+
+def stopped_after(files: int, src: Path, out: Path, then: Callable[[], None]) -> None:
+    """Begin a build, and end it once so many files are done and `then` has run."""
+
+    class Ending:
+        def advance(self, n_bytes: int, what: str) -> None:
+            pass
+
+        def finished(self, file: str, n_bytes: int) -> None:
+            nonlocal files
+            files -= 1
+            if files == 0:
+                then()
+                raise Stop
+
+    with pytest.raises(Stop):
+        build(str(src), out, BuildOptions(shard_bytes=100_000), progress=Ending())
+
+
+@pytest.mark.parametrize("when", ["before it goes on", "while it runs"])
+def test_source_that_changes_under_a_build_is_noticed(when: str, tmp_path: Path) -> None:
+    written = write(TWIN, tmp_path / "src")
+    out, options = tmp_path / "out", BuildOptions(shard_bytes=100_000)
+    shard = tmp_path / "src" / written.weight_map["lm_head.weight"]
+
+    def change() -> None:
+        data = bytearray(shard.read_bytes())
+        data[-2:] = b"\x00\x3f"  # another weight under the same header
+        shard.write_bytes(bytes(data))
+        os.utime(shard, ns=(0, 1))
+
+    if when == "before it goes on":
+        stopped_after(2, tmp_path / "src", out, change)
+        prepared = prepare(str(tmp_path / "src"), options)
+    else:
+        prepared = prepare(str(tmp_path / "src"), options)
+        change()
+    with pytest.raises(ConfigError, match=rf"{shard.name} of the base changed.*remove"):
+        run(prepared, out)
+    with pytest.raises(CheckpointError, match="not finished"):
+        verify(out)
+
+
+@pytest.mark.parametrize("layout", ["autoround", "fp8", "nvfp4-ct", "int8-head"])
+def test_numbers_that_mean_nothing_are_not_copied(layout: str, tmp_path: Path) -> None:
+    """What is taken over bit for bit is looked at too; the source and `serve` say the same."""
+    written = write(TWIN, tmp_path / "src", layout)
+    module = "lm_head" if layout == "int8-head" else "model.language_model.layers.1.mlp.experts.2.up_proj"
+    scale = next(n for n in written.stored if n.startswith(module) and n.rpartition(".")[2] in SCALES)
+    written.stored[scale].view(-1)[-1] = float("nan")
+    write_files(tmp_path / "src", json.loads((tmp_path / "src" / "config.json").read_text()), written.stored, shards=3)
+    recipe = {"autoround": "int4", "fp8": "fp8", "nvfp4-ct": "nvfp4", "int8-head": "hybrid"}[layout]
+    for attempt in (
+        lambda: build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(recipe=recipe)),
+        lambda: load_model(tmp_path / "src"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(module)}: its scale holds NaN"):
+            attempt()
+
+
+@pytest.mark.parametrize("name", ["layers.0.linear_attn.dt_bias", "layers.2.mlp.gate.weight", "norm.weight"])
+def test_nan_in_a_tensor_that_stays_as_it_is_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    twin = make_twin()
+    where = twin.tensors if name in twin.tensors else twin.matrices
+    where[name if name in where else name.removesuffix(".weight")].view(-1)[3] = float("nan")
+    write(twin, tmp_path / "src")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: holds NaN"):
+        build(str(tmp_path / "src"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}: holds NaN"):
+        load_model(tmp_path / "src")
+
+
+def test_output_in_a_source_is_refused_and_the_source_stays_as_it_was(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "base", "autoround")
+    write(TWIN, tmp_path / "donor", "fp8")
+    (tmp_path / "link").symlink_to(tmp_path / "donor")
+    before = [hashes(tmp_path / d) for d in ("base", "donor")]
+    options = BuildOptions(donor=str(tmp_path / "donor"))
+    for out, what in (("base/in/side", "base"), ("donor", "donor"), ("link/x", "donor")):
+        with pytest.raises(ConfigError, match=f"{what} itself"):
+            build(str(tmp_path / "base"), tmp_path / out, options)
+    assert [hashes(tmp_path / d) for d in ("base", "donor")] == before
+
+
 def test_output_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
     write(TWIN, tmp_path / "src")
     (tmp_path / "out").mkdir()
@@ -358,6 +480,10 @@ def test_finished_build_is_kept_and_another_one_is_refused(tmp_path: Path) -> No
     assert hashes(tmp_path / "out") == before
     with pytest.raises(ConfigError, match="another finished build"):
         build(str(tmp_path / "src"), tmp_path / "out", BuildOptions(group=64))
+    shard = next((tmp_path / "out").glob("*.safetensors"))
+    os.truncate(shard, 1000)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: 1000 bytes"):
+        build(str(tmp_path / "src"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("target", ["weights", "config", "missing", "surplus"])
@@ -383,6 +509,27 @@ def test_verify_finds_what_changed(target: str, tmp_path: Path) -> None:
         name = "extra.safetensors"
     with pytest.raises(CheckpointError, match=name):
         verify(out)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "finding"),
+    [
+        ("files", {"../src/config.json": {"bytes": 1, "sha256": ""}}, r"\.\./src/config\.json.*no file of this folder"),
+        ("files", {"..": {"bytes": 1, "sha256": ""}}, "no file of this folder"),
+        ("files", [], "'files'"),
+        ("errors", {"x": "y"}, "'errors'"),
+        ("base", [], "'base'"),
+    ],
+)
+def test_manifest_that_says_what_it_must_not_is_refused(
+    field: str, value: object, finding: str, tmp_path: Path
+) -> None:
+    write(TWIN, tmp_path / "src")
+    build(str(tmp_path / "src"), tmp_path / "out")
+    made = json.loads((tmp_path / "out" / "onebox.json").read_text())
+    (tmp_path / "out" / "onebox.json").write_text(json.dumps({**made, field: value}))
+    with pytest.raises(CheckpointError, match=rf"onebox\.json: .*{finding}"):
+        verify(tmp_path / "out")
 
 
 def test_verify_against_another_source_names_the_tensor(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ def test_build_verify_and_export(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["SRC", "--out", "OUT", "--format", "auto-round", "--recipe", "fp8"], "auto-round"),
         (["SRC", "--out", "OUT", "--calibrate", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--verify", "SRC"], "onebox.json"),
+        (["--verify", "x" * 300], "File name too long"),
+        (["SRC", "--out", ""], "--out"),
+        (["SRC", "--out", "OUT", "--shard-gb", "nan"], "--shard-gb"),
+        (["SRC", "--out", "OUT", "--calibrate", "SRC/config.json"], "tokenizer.json"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -66,7 +70,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     write(make_twin(), tmp_path / "src")
     places = {"SRC": str(tmp_path / "src"), "OUT": str(tmp_path / "out")}
-    code, _, err = run(capsys, *(places.get(arg, arg) for arg in args))
+    code, _, err = run(capsys, *(places.get(arg, arg.replace("SRC/", f"{tmp_path}/src/")) for arg in args))
     assert code != 0 and message in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("out/*"))
 
@@ -77,6 +81,26 @@ def test_incomplete_base_is_refused_before_the_build(tmp_path: Path, capsys: pyt
     write(twin, tmp_path / "src")
     code, _, err = run(capsys, tmp_path / "src", "--out", tmp_path / "out")
     assert code == 1 and "layers.1.linear_attn.dt_bias" in err and not (tmp_path / "out").exists()
+
+
+def test_drafter_that_the_config_denies_is_refused_or_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = make_twin()
+    twin.config["mtp_num_hidden_layers"] = 0
+    write(twin, tmp_path / "src")
+    code, _, err = run(capsys, tmp_path / "src", "--out", tmp_path / "out")
+    assert code == 1 and "mtp_num_hidden_layers" in err and "--mtp drop" in err and not (tmp_path / "out").exists()
+    code, _, err = run(capsys, tmp_path / "src", "--out", tmp_path / "out", "--mtp", "drop")
+    assert code == 0 and not WeightReader.open(tmp_path / "out").has_mtp(), err
+
+
+def test_name_in_a_file_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin = make_twin()
+    twin.tensors["layers.0.\x1b[31mred\nline"] = twin.tensors["norm.weight"].clone()
+    write(twin, tmp_path / "src")
+    code, _, err = run(capsys, tmp_path / "src", "--out", tmp_path / "out")
+    assert code == 1 and "[31mred" in err and "\x1b" not in err and len(err.splitlines()) == 1
 
 
 def test_size_table_of_the_docs_is_the_ledgers() -> None:

@@ -12,7 +12,7 @@ from onebox.bench.quality import agreement
 from onebox.checkpoint.autoround import quantize_int4
 from onebox.checkpoint.gptq import gptq_quantizer, quantize_gptq
 from onebox.checkpoint.write import BuildOptions, build
-from onebox.errors import ConfigError
+from onebox.errors import CheckpointError, ConfigError
 from onebox.kernels.weights import dequantize
 from onebox.ledger import Build
 from onebox.model.calibrate import Calibration, calibration_label, read_windows
@@ -83,6 +83,17 @@ def test_calibrated_build_is_nearer_to_its_source_than_a_rounded_one(tmp_path: P
     assert gptq < 0.8 * rtn
 
 
+def test_text_of_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
+    write(make_twin(), tmp_path)
+    with pytest.raises(ConfigError, match=f"token {VOCAB}.*vocab_size is {VOCAB}"):
+        Calibration(tmp_path, [torch.tensor([1, VOCAB])])
+
+
+def test_inputs_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="other text"):
+        quantize_gptq(torch.randn(8, 128), torch.full((128, 128), float("nan")), 128)
+
+
 def test_calibration_text_is_checked_and_cut_into_windows(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -102,5 +113,10 @@ def test_calibration_text_is_checked_and_cut_into_windows(tmp_path: Path) -> Non
         read_windows(text, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="tokenizer"):
         read_windows(text, tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"text\.jsonl: no tokenizer"):
+        read_windows(text, text)
+    text.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="calibration text"):
+        read_windows(text, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl"):
         calibration_label(tmp_path / "nowhere.jsonl")

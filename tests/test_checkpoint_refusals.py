@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Written, make_twin, write, write_files
+from checkpoints import LAYOUTS, Written, make_twin, write, write_files
 from safetensors.torch import load_file, save_file
 from serving import TINY
 
 from onebox.checkpoint.reader import WeightReader
+from onebox.checkpoint.scheme import declaration
 from onebox.errors import CheckpointError
+from onebox.model.layers import Rope
 from onebox.model.load import load_model
+from onebox.spec import Spec
 
 TWIN = make_twin()
 P = "model.language_model."
@@ -179,6 +182,100 @@ def test_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     refused(tmp_path, "config.json")
     (tmp_path / "config.json").write_text("{}")
     refused(tmp_path, "no safetensors files")
+
+
+# --- config.json with values of the wrong kind ---
+
+ODD = (None, "x", [], {}, -1, 0, 1.5, True, float("nan"), 10**30, [[1]], {"a": 1}, [0, 0])
+
+
+def accepts_or_names_the_field(call: Callable[[], object], field: str) -> None:
+    """Whatever a value is, it is taken or refused in a line; anything else than CheckpointError fails the test."""
+    try:
+        call()
+        return
+    except CheckpointError as error:
+        message = str(error)
+    assert "config.json" in message and "\n" not in message, (field, message)
+
+
+@pytest.mark.parametrize("moe", [True, False])
+def test_every_field_of_the_model_may_hold_anything_and_is_refused_by_name(moe: bool) -> None:
+    good = make_twin(moe=moe).config | {"layer_types": ["linear_attention"] * 4, "full_attention_interval": 4}
+    for field in good:
+        for value in ODD:
+            accepts_or_names_the_field(lambda f=field, v=value: Spec.from_config(good | {f: v}), field)  # type: ignore[misc]
+    for field in ("rope_type", "rope_theta", "partial_rotary_factor", "factor", "beta_fast", "attention_factor"):
+        for value in ODD:
+            rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, field: value}
+            accepts_or_names_the_field(
+                lambda r=rope: Rope.from_spec(Spec.from_config(good | {"rope_parameters": r}), torch.device("cpu")),  # type: ignore[misc]
+                field,
+            )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", "small"),
+        ("full_attention_interval", 0),
+        ("num_hidden_layers", 10**9),
+        ("layer_types", 3),
+        ("eos_token_id", 10**9),
+        ("eos_token_id", "stop"),
+        ("rope_parameters", [1]),
+        ("tie_word_embeddings", "no"),
+        ("max_position_embeddings", 0),
+    ],
+)
+def test_field_of_the_wrong_kind_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: '{field}'"):
+        Spec.from_config(make_twin().config | {field: value})
+
+
+def odd_variants(value: Any, path: tuple[str, ...] = ()) -> Any:
+    """(path, value) with one entry of a nested object replaced, for each entry and each odd value."""
+    for key, inner in value.items():
+        for odd in ODD:
+            yield (*path, key), {**value, key: odd}
+        if isinstance(inner, dict):
+            for where, changed in odd_variants(inner, (*path, key)):
+                yield where, {**value, key: changed}
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.quantization])
+def test_every_field_of_a_quantization_may_hold_anything_and_is_refused_by_name(layout: str) -> None:
+    quant = dict(LAYOUTS[layout].quantization or {})
+    for where, changed in odd_variants(quant):
+        accepts_or_names_the_field(
+            lambda q=changed: declaration({"quantization_config": q}).scheme("layers.0.mlp.up_proj"),  # type: ignore[misc]
+            ".".join(where),
+        )
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", r"(.*)*x", r"(.*,){11}P" + r".*.*.*.*.*"])
+def test_regex_that_could_match_for_ever_is_refused(pattern: str) -> None:
+    quant = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": {pattern: {"bits": 16}}}
+    with pytest.raises(CheckpointError, match="repeats"):
+        declaration({"quantization_config": quant})
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"])
+def test_pipe_in_place_of_a_file_is_refused_and_not_read(name: str, tmp_path: Path) -> None:
+    write(TWIN, tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    refused(tmp_path, name, "no regular file")
+
+
+def test_experts_of_two_dtypes_say_which(tmp_path: Path) -> None:
+    name = P + "layers.2.mlp.experts.1.up_proj.weight"
+
+    def change(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        tensors[name] = tensors[name].half()
+
+    refused(rewrite(write(TWIN, tmp_path / "a"), tmp_path / "b", change), "experts.1", "bfloat16", "float16")
 
 
 # --- damaged headers and index files ---

@@ -107,7 +107,8 @@ def quantize_int4(
     best = stored(unit)
     if not bool(best.isfinite().all()):
         raise CheckpointError(
-            f"a weight of {float(largest.abs().max()):.3g} needs an INT4 scale past {dtype}; keep this tensor 16-bit."
+            f"a weight of {float(largest.abs().max()):.3g} needs an INT4 scale past {dtype}; use a recipe "
+            "that keeps this part in FP8 or 16-bit."
         )
     q = levels(best)
     least = error(best, q)

@@ -14,6 +14,7 @@ from torch import Tensor
 from onebox.checkpoint.autoround import pack_int4, quantize_int4
 from onebox.checkpoint.scheme import Scheme
 from onebox.checkpoint.write import Quantizer
+from onebox.errors import CheckpointError
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.weights import Packed
 
@@ -39,7 +40,12 @@ def quantize_gptq(w: Tensor, hessian: Tensor, group: int, dtype: torch.dtype = t
     diagonal = hessian.diagonal().float()
     scale = quantize_int4(w, group, dtype, importance=diagonal + 1e-6 * diagonal.mean()).scale
     order = diagonal.argsort(descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order])
+    try:
+        factor = inverse_factor(hessian[order][:, order])
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        raise CheckpointError(
+            "the calibration text gives inputs that no error can be weighed with; use other text, or none."
+        ) from None
     left = w.float()[:, order]
     step = scale.float().repeat_interleave(group, dim=1)[:, order]
     levels = torch.empty_like(left)

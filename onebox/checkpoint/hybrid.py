@@ -375,6 +375,9 @@ class _Planner:
 
     def check_donor_config(self, donor: WeightReader) -> None:
         ours, theirs = (r.config.get("text_config") or r.config for r in (self.base, donor))
+        for reader, text in ((self.base, ours), (donor, theirs)):
+            if not isinstance(text, dict):
+                raise CheckpointError(f"{reader.path / 'config.json'}: 'text_config' must be an object, got {text!r}.")
         for field in ("model_type", "hidden_size", "num_hidden_layers", "num_experts", "moe_intermediate_size"):
             if ours.get(field) != theirs.get(field):
                 raise CheckpointError(

@@ -31,19 +31,26 @@ def check_finished(path: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The manifest of a finished build."""
     value = read_json(path / MANIFEST)
-    if not isinstance(value.get("errors"), dict):
-        raise CheckpointError(f"{path / MANIFEST}: 'errors' must be an object; it is damaged.")
+    if not isinstance(value.get("base"), dict) or not _numbers(value.get("errors")):
+        raise CheckpointError(
+            f"{path / MANIFEST}: 'base' must be an object, 'errors' a number for each tensor; it is damaged: build "
+            "again into a new folder."
+        )
     return value
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(v, int | float) and v >= 0 for v in value.values())
 
 
 def read_job(path: Path) -> dict[str, Any]:
     """The job file of an unfinished build."""
     state = read_json(path / JOB)
     shards = state.get("shards")
-    if not isinstance(state.get("fingerprint"), dict) or not isinstance(shards, dict):
+    if not isinstance(shards, dict) or not all(isinstance(state.get(k), dict) for k in ("fingerprint", "sources")):
         raise CheckpointError(f"{path / JOB}: not a job file of 'onebox build'; remove the folder.")
     for name, entry in shards.items():
-        if not isinstance(entry, dict) or not {"bytes", "sha256", "errors"} <= entry.keys():
+        if not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys() or not _numbers(entry.get("errors")):
             raise CheckpointError(f"{path / JOB}: {name!r} lacks its bytes, hash or errors; remove the folder.")
     return state
 
@@ -51,12 +58,15 @@ def read_job(path: Path) -> dict[str, Any]:
 def digest(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file, read past the page cache's back: what was read is given back."""
     sha, size = hashlib.sha256(), 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 24):
-            sha.update(block)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), size, len(block), os.POSIX_FADV_DONTNEED)
-            size += len(block)
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(1 << 24):
+                sha.update(block)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), size, len(block), os.POSIX_FADV_DONTNEED)
+                size += len(block)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}.") from None
     return {"bytes": size, "sha256": sha.hexdigest()}
 
 
@@ -70,6 +80,9 @@ def files(path: Path) -> dict[str, dict[str, Any]]:
         for e in entries.values()
     ):
         raise CheckpointError(f"{path / MANIFEST}: 'files' must give bytes and sha256 of each file; it is damaged.")
+    for name in entries:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointError(f"{path / MANIFEST}: {name!r} is no file of this folder; refused.")
     return entries
 
 

@@ -17,6 +17,7 @@ from onebox.checkpoint.autoround import awq_to_int4, gptq_to_int4, packed_to_int
 from onebox.checkpoint.names import Names, is_activation_scale, is_mtp
 from onebox.checkpoint.scheme import PLAIN, Declaration, Scheme, declaration
 from onebox.checkpoint.shards import DTYPES, Shards, TensorInfo, read_json
+from onebox.checkpoint.values import check_values
 from onebox.errors import CheckpointError
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
@@ -70,6 +71,7 @@ class WeightReader:
     used: set[str] = field(default_factory=set)
     formats: Counter[str] = field(default_factory=Counter)
     headers_only: bool = False
+    taken: dict[str, Tensor] | None = None  # gets every tensor that is read
     schemes: dict[str, Scheme] = field(default_factory=dict)
 
     @classmethod
@@ -104,6 +106,7 @@ class WeightReader:
         if stored is None:
             raise CheckpointError(f"{self.published(name)}: the checkpoint holds no such tensor; it is incomplete.")
         t = self._take(stored, shape, FLOATS)
+        self._check(stored, t)
         self.formats[format_name(t)] += nbytes(t)
         return t
 
@@ -125,9 +128,10 @@ class WeightReader:
         replace(self, headers_only=True)._linear(name, n, k)
         return n, k
 
-    def read_module(self, name: str) -> Weight:
-        """A linear module of whatever size its tensors say."""
-        return self._linear(name, *self.matrix_shape(name))
+    def read_module(self, name: str, stored: dict[str, Tensor] | None = None) -> Weight:
+        """A linear module of whatever size its tensors say. `stored` gets them as they are in the file, by name."""
+        reader = self if stored is None else replace(self, taken=stored)
+        return reader._linear(name, *self.matrix_shape(name))
 
     def linear(self, name: str, n: int, k: int) -> Weight:
         """The matrix [n, k] of a linear module, in its container."""
@@ -146,8 +150,8 @@ class WeightReader:
                 parts = [self._linear(f"{name}.{i}.{which}_proj", inter, hidden) for which in ("gate", "up")]
                 if not same_format(*parts):
                     raise CheckpointError(
-                        f"{self.published(name)}.{i}: gate_proj is {format_name(parts[0])}, up_proj is "
-                        f"{format_name(parts[1])} or differs in group; one format was expected."
+                        f"{self.published(name)}.{i}: gate_proj is {_detail(parts[0])}, up_proj is "
+                        f"{_detail(parts[1])}; one format was expected."
                     )
                 down = self._linear(f"{name}.{i}.down_proj", hidden, inter)
                 gate_ups.put(i, parts[0] if self.headers_only else cat(parts))
@@ -175,7 +179,7 @@ class WeightReader:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise CheckpointError(
                 f"{self.path}: {len(left)} tensor{'s' * (len(left) > 1)} that the model described by config.json does "
-                f"not have: {', '.join(left[:3])}{more}."
+                f"not have: {', '.join(left[:3])}{more}; remove them, or give the config they belong to."
             )
         return LoadReport(
             path=self.path,
@@ -233,6 +237,15 @@ class WeightReader:
         return kinds[dtype], f"{kinds[dtype]} (weight {dtype})" if kinds[dtype] != "16-bit" else f"a {dtype} weight"
 
     def _linear(self, name: str, n: int, k: int) -> Weight:
+        w = self._packed(name, n, k)
+        self._check(self.published(name), w)
+        return w
+
+    def _check(self, name: str, w: Weight) -> None:
+        if not self.headers_only:
+            check_values(name, w)
+
+    def _packed(self, name: str, n: int, k: int) -> Weight:
         scheme = self.scheme(name)
         parts = self.modules[name]
         if scheme.kind == "16-bit":
@@ -336,9 +349,13 @@ class WeightReader:
                 f"{parts[which]}: config.json (quant_method {self.declared.method}) declares {declared}, but the files "
                 f"hold one {info.dtype} tensor for all experts; the two must agree."
             )
+        w: Weight
         if found == "16-bit":
-            return self._take(parts[which], shape, FLOATS)
-        return self._fp8(name, parts[which], (f"{which}_scale_inv", f"{which}_scale"), declared, shape)
+            w = self._take(parts[which], shape, FLOATS)
+        else:
+            w = self._fp8(name, parts[which], (f"{which}_scale_inv", f"{which}_scale"), declared, shape)
+        self._check(parts[which], w)
+        return w
 
     def _take(self, stored: str, shape: Sequence[int], dtypes: Sequence[str]) -> Tensor:
         info: TensorInfo = self.shards.tensors[stored]
@@ -347,12 +364,22 @@ class WeightReader:
         self.used.add(stored)
         if self.headers_only:
             return _meta(info.shape, DTYPES[info.dtype])
-        return self.shards.read(stored)
+        t = self.shards.read(stored)
+        if self.taken is not None:
+            self.taken[stored] = t
+        return t
 
 
 @lru_cache(maxsize=256)
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _detail(w: Weight) -> str:
+    """A format with what two weights of one container share."""
+    kinds = [str(t.dtype).removeprefix("torch.") for t in tensors(w).values()]
+    more = f" group {w.group}" if isinstance(w, Int4Weight) else f" block {w.block}" if isinstance(w, Fp8Weight) else ""
+    return f"{format_name(w)}{more} ({', '.join(kinds)})"
 
 
 class _Experts:
@@ -370,7 +397,9 @@ class _Experts:
             self.first = w
             self.into = {name: t.new_empty((self.e, *t.shape)) for name, t in values.items() if name != "global_scale"}
         if not same_format(self.first, w):
-            raise CheckpointError(f"{self.what}: expert {i} differs from expert 0 in format or group.")
+            raise CheckpointError(
+                f"{self.what}: expert {i} is {_detail(w)}, expert 0 {_detail(self.first)}; one format was expected."
+            )
         if next(iter(values.values())).is_meta:
             return  # by headers only
         for name, into in self.into.items():

@@ -74,7 +74,10 @@ def declaration(config: Mapping[str, Any], folder: Path | None = None) -> Declar
     if quant is None and isinstance(text, Mapping):
         quant = text.get("quantization_config")
     if quant is None and folder is not None and (folder / "hf_quant_config.json").exists():
-        quant = dict(read_json(folder / "hf_quant_config.json").get("quantization") or {}, quant_method="modelopt")
+        inner = read_json(folder / "hf_quant_config.json").get("quantization")
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(f"{folder / 'hf_quant_config.json'}: 'quantization' must be an object.")
+        quant = {**inner, "quant_method": "modelopt"}
     if quant is None:
         return Declaration("none", (), PLAIN)
     if not isinstance(quant, Mapping):
@@ -111,6 +114,20 @@ def _int4(bits: object, group: object, sym: object, where: str = "") -> Scheme:
     return Scheme("int4", int(group), sym)
 
 
+def _block(value: object, field: str) -> tuple[int, int]:
+    """Rows and columns of an FP8 block; -1 is the whole dimension."""
+    if isinstance(value, list) and len(value) == 2 and all(type(b) is int and (b > 0 or b == -1) for b in value):
+        return value[0], value[1]
+    raise _refuse(field, value, "two block sizes, such as [128, 128]")
+
+
+def _flag(quant: Mapping[str, Any], field: str, default: bool) -> bool:
+    value = quant.get(field, default)
+    if value is not None and not isinstance(value, bool):
+        raise _refuse(field, value, "true or false")
+    return bool(value)
+
+
 def _exact(schemes: Mapping[str, Scheme]) -> Rule:
     return lambda names: next((schemes[name] for name in names if name in schemes), None)
 
@@ -134,7 +151,15 @@ def _matching(match: Callable[[str], object], scheme: Scheme) -> Rule:
     return lambda names: scheme if any(match(name) for name in names) else None
 
 
+# A repeat of a repeat, or many unbounded repeats: Python's matcher may take hours on one name
+_ENDLESS = re.compile(r"[*+}][^()]*\)\s*[*+{]|(\.[*+].*){5}")
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
+    if _ENDLESS.search(pattern):
+        raise CheckpointError(
+            f"config.json: quantization_config names {pattern!r}, a regex that repeats what repeats; refused."
+        )
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -165,16 +190,16 @@ def _auto_round(quant: Mapping[str, Any]) -> Declaration:
     if packing not in layouts:
         raise _refuse("packing_format", packing, "one of " + ", ".join(layouts))
 
-    def entry(values: Mapping[str, Any], where: str = "") -> Scheme:
+    def entry(values: object, where: str = "") -> Scheme:
+        if not isinstance(values, Mapping):
+            raise _refuse(where.rstrip("."), values, "an object")
         merged = {"data_type": quant.get("data_type", "int"), **values} if where else values
         bits, kind = merged.get("bits", quant.get("bits")), str(merged.get("data_type", "int"))
         group = merged.get("group_size", quant.get("group_size"))
         if isinstance(bits, int) and bits >= 16:
             return PLAIN
         if bits == 8 and kind.startswith("fp"):
-            if not (isinstance(group, list) and len(group) == 2 and all(isinstance(g, int) for g in group)):
-                raise _refuse(f"{where}group_size", group, "two block sizes for FP8")
-            return Scheme("fp8", block=(group[0], group[1]))
+            return Scheme("fp8", block=_block(group, f"{where}group_size"))
         if bits == 8 and kind == "int":
             if group != -1:
                 raise _refuse(f"{where}group_size", group, "-1 for INT8")
@@ -193,11 +218,11 @@ def _auto_round(quant: Mapping[str, Any]) -> Declaration:
     schemes = {name: entry(values, f"extra_config[{name!r}].") for name, values in extra.items()}
     patterns = [name for name in schemes if re.search(r"[*+?^$()\[\]{}|\\]", name)]
     rules = [_exact(schemes), *(_matching(_compile(name).search, schemes[name]) for name in patterns)]
-    return Declaration("auto-round", tuple(rules), entry(quant), bool(quant.get("lm_head", False)))
+    return Declaration("auto-round", tuple(rules), entry(quant), _flag(quant, "lm_head", False))
 
 
 def _gptq(quant: Mapping[str, Any]) -> Declaration:
-    if quant.get("desc_act"):
+    if _flag(quant, "desc_act", False):
         raise _refuse("desc_act", True, "false (act-order is not supported)")
     version = str(quant.get("checkpoint_format", "gptq"))
     if version not in ("gptq", "gptq_v2"):
@@ -205,12 +230,17 @@ def _gptq(quant: Mapping[str, Any]) -> Declaration:
     base = _int4(quant.get("bits"), quant.get("group_size"), quant.get("sym", True))
     base = replace(base, zero_offset=0 if version == "gptq_v2" else 1)
     rules: list[Rule] = []
-    for pattern, values in (quant.get("dynamic") or {}).items():
+    dynamic = quant.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise _refuse("dynamic", dynamic, "an object")
+    for pattern, values in dynamic.items():
         if not values and not pattern.startswith("-:"):
             continue  # "quantised like the rest": says nothing of its own
         compiled = _compile(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)
         scheme = PLAIN
         if not pattern.startswith("-:"):
+            if not isinstance(values, Mapping):
+                raise _refuse(f"dynamic[{pattern!r}]", values, "an object")
             over = _int4(
                 values.get("bits", 4),
                 values.get("group_size", base.group),
@@ -220,23 +250,21 @@ def _gptq(quant: Mapping[str, Any]) -> Declaration:
             scheme = replace(over, zero_offset=base.zero_offset)
         rules.append(_matching(compiled.match, scheme))
     rules.append(_below(_names(quant, "modules_to_not_convert"), PLAIN))
-    return Declaration("gptq", tuple(rules), base, bool(quant.get("lm_head", False)))
+    return Declaration("gptq", tuple(rules), base, _flag(quant, "lm_head", False))
 
 
 def _awq(quant: Mapping[str, Any]) -> Declaration:
     if str(quant.get("version", "gemm")).lower() != "gemm":
         raise _refuse("version", quant.get("version"), "gemm")
     bits, group = quant.get("bits", quant.get("w_bit")), quant.get("group_size", quant.get("q_group_size"))
-    base = replace(_int4(bits, group, not quant.get("zero_point", True)), packing="awq", zero_offset=0)
+    base = replace(_int4(bits, group, not _flag(quant, "zero_point", True)), packing="awq", zero_offset=0)
     return Declaration("awq", (_below(_names(quant, "modules_to_not_convert"), PLAIN),), base)
 
 
 def _fp8(quant: Mapping[str, Any]) -> Declaration:
-    block = quant.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
-        raise _refuse("weight_block_size", block, "two block sizes, such as [128, 128]")
+    block = _block(quant.get("weight_block_size"), "weight_block_size")
     exempt = _below(_names(quant, "modules_to_not_convert", "ignored_layers", "exclude_modules"), PLAIN)
-    return Declaration("fp8", (exempt,), Scheme("fp8", block=(block[0], block[1])))
+    return Declaration("fp8", (exempt,), Scheme("fp8", block=block))
 
 
 def _ct_weights(weights: Mapping[str, Any], where: str) -> Scheme:
@@ -248,13 +276,14 @@ def _ct_weights(weights: Mapping[str, Any], where: str) -> Scheme:
         return Scheme("nvfp4")
     if kind == "float" and bits == 8:
         blocks = {"block": weights.get("block_structure") or [128, 128], "channel": [1, -1], "tensor": [-1, -1]}
-        if strategy not in blocks:
+        if not isinstance(strategy, str) or strategy not in blocks:
             raise _refuse(f"{where}.strategy", strategy, "block, channel or tensor for FP8")
-        block = blocks[str(strategy)]
-        return Scheme("fp8", block=(block[0], block[1]))
+        return Scheme("fp8", block=_block(blocks[strategy], f"{where}.block_structure"))
     if kind == "int" and bits == 8 and strategy == "channel" and weights.get("symmetric", True):
         return Scheme("int8")
     if kind == "int" and bits == 4:
+        if strategy not in ("group", "channel", None):
+            raise _refuse(f"{where}.strategy", strategy, "group or channel for INT4")
         if weights.get("actorder") not in (None, False, "static", "weight"):
             raise _refuse(f"{where}.actorder", weights.get("actorder"), "none (act-order is not supported)")
         scheme = _int4(4, -1 if strategy == "channel" else group, weights.get("symmetric", True), f"{where}.")
@@ -290,7 +319,10 @@ def _ct_rules(names: list[str], scheme: Scheme) -> list[Rule]:
 
 
 def _modelopt(quant: Mapping[str, Any]) -> Declaration:
-    algorithm = str(quant.get("quant_algo") or quant.get("quantization", {}).get("quant_algo") or "")
+    nested = quant.get("quantization") or {}
+    if not isinstance(nested, Mapping):
+        raise _refuse("quantization", nested, "an object")
+    algorithm = str(quant.get("quant_algo") or nested.get("quant_algo") or "")
     if algorithm.upper() != "NVFP4":
         raise _refuse("quant_algo", algorithm or None, "NVFP4")
     group = quant.get("group_size", 16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -78,12 +79,23 @@ def parse_json(text: str | bytes, source: str) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file whose top is an object."""
     try:
+        size = _regular_size(path)
+        if size > MAX_HEADER:
+            raise CheckpointError(f"{path}: {size} bytes, at most {MAX_HEADER} were expected; the file is damaged.")
         value = parse_json(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}.")
     return value
+
+
+def _regular_size(path: Path) -> int:
+    """Bytes of a file; a pipe or a device would be read for ever."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: {'a folder' if stat.S_ISDIR(found.st_mode) else 'no regular file'}; refused.")
+    return found.st_size
 
 
 def read_header(path: Path) -> list[TensorInfo]:
@@ -93,10 +105,10 @@ def read_header(path: Path) -> list[TensorInfo]:
     short, gaps or overlaps between tensors, sizes that do not follow from dtype and shape, names given twice.
     """
     try:
-        size = path.stat().st_size
+        size = _regular_size(path)
         with path.open("rb") as file:
             prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if length < 2 or length > min(MAX_HEADER, size - 8):
                 raise CheckpointError(
                     f"{path}: header of {length} bytes in a file of {size} bytes; the file is cut short or damaged."

@@ -44,6 +44,11 @@ class Source:
         config = hashlib.sha256((self.path / "config.json").read_bytes()).hexdigest()
         return {"name": self.name, "revision": self.revision, "config_sha256": config, "files": files}
 
+    def state(self) -> dict[str, list[int]]:
+        """[bytes, time of change in ns] of each file read, by name."""
+        files = {info.file for info in self.reader.shards.tensors.values()} | {self.path / "config.json"}
+        return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
+
 
 def _header_hash(path: Path) -> str:
     with path.open("rb") as file:

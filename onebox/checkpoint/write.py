@@ -26,11 +26,13 @@ from onebox.checkpoint.autoround import int4_to_gptq, quantize_int4
 from onebox.checkpoint.fp8_block import quantize_fp8
 from onebox.checkpoint.hybrid import Item, Matrix, Plan, PlanOptions, describe, folder_files, plan, recipe_for
 from onebox.checkpoint.int8_head import quantize_int8
+from onebox.checkpoint.names import is_vision
 from onebox.checkpoint.nvfp4 import global_scale_for, quantize_nvfp4
 from onebox.checkpoint.progress import Progress, Silent
 from onebox.checkpoint.scheme import Scheme
 from onebox.checkpoint.shards import INDEX, header_bytes
 from onebox.checkpoint.sources import Source, open_base, open_donor
+from onebox.checkpoint.values import WAY_OUT, is_finite
 from onebox.errors import CheckpointError, ConfigError
 from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
@@ -82,6 +84,7 @@ class Prepared:
     donor: Source | None
     plan: Plan
     options: BuildOptions
+    state: dict[str, dict[str, list[int]]]  # of each source when it was opened
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the output's bytes; the head of the manifest."""
@@ -96,6 +99,18 @@ class Prepared:
             "base": self.base.describe(),
             "donor": self.donor.describe() if self.donor else None,
         }
+
+    def check_sources(self, out: Path, before: object) -> None:
+        """Refuse to go on in `out` when a file read is not the one it was when that build began."""
+        now = _state(self.base, self.donor)
+        for what, files in now.items():
+            old = before.get(what) if isinstance(before, dict) else None
+            old = old if isinstance(old, dict) else {}
+            changed = sorted(name for name in files.keys() | old.keys() if files.get(name) != old.get(name))
+            if changed:
+                raise ConfigError(
+                    f"{out}: {changed[0]} of the {what} changed since this build began; remove {out} and build again."
+                )
 
     def summary(self) -> Iterator[str]:
         """Totals of the plan, for people."""
@@ -136,7 +151,11 @@ def prepare(source: str, options: BuildOptions) -> Prepared:
             recipe, options.group, options.mtp, options.shard_bytes, options.vision, options.calibration is not None
         ),
     )
-    return Prepared(base, donor, made, options)
+    return Prepared(base, donor, made, options, _state(base, donor))
+
+
+def _state(base: Source, donor: Source | None) -> dict[str, dict[str, list[int]]]:
+    return {what: source.state() for what, source in (("base", base), ("donor", donor)) if source}
 
 
 def build(
@@ -157,36 +176,42 @@ def build(
 def run(
     prepared: Prepared, out: str | Path, *, progress: Progress | None = None, quantizer: Quantizer | None = None
 ) -> BuildResult:
-    out, made = Path(out), prepared.plan
-    progress = progress or Silent()
-    fingerprint = prepared.fingerprint()
-    if prepared.base.path.resolve() == out.resolve():
-        raise ConfigError(f"{out}: the output folder is the base itself; choose another.")
-    try:
+    """`build` of what `prepare` gave."""
+    out = Path(out)
+    for source, what in ((prepared.base, "base"), (prepared.donor, "donor")):
+        if source and out.resolve().is_relative_to(source.path.resolve()):
+            where = "is" if out.resolve() == source.path.resolve() else "lies inside"
+            raise ConfigError(f"{out}: the output folder {where} the {what} itself; choose another.")
+    with _disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out}: {error.strerror or error}.") from None
-    with _locked(out):
-        job = _Job.begin(out, fingerprint)
-        if job is None:
-            done = manifest.read(out)
-            return BuildResult(out, made, done["errors"], len(made.shards))
-        reused = job.keep_finished(made.file_names())
-        files = [(f, s, sum(i.nbytes for i in s)) for f, s in zip(made.file_names(), made.shards, strict=True)]
-        _check_disk(out, sum(size for f, _, size in files if f not in job.shards))
-        for name, shard, size in files:
-            if name in job.shards:
-                progress.advance(size, name)
-                continue
-            errors: dict[str, float] = {}
-            with _ShardWriter(out, name, shard) as writer:
-                for item in shard:
-                    rms = _Work(item, writer, progress, quantizer).run()
-                    if rms is not None:
-                        errors[item.name] = rms
-            job.finished(name, {**writer.digest, "errors": errors})
-            progress.finished(name, size)
-        return BuildResult(out, made, _finish(prepared, out, job, fingerprint), reused)
+        with _locked(out):
+            return _run(prepared, out, progress or Silent(), quantizer)
+
+
+def _run(prepared: Prepared, out: Path, progress: Progress, quantizer: Quantizer | None) -> BuildResult:
+    made, fingerprint = prepared.plan, prepared.fingerprint()
+    job = _Job.begin(out, fingerprint, prepared)
+    if job is None:
+        done = manifest.read(out)
+        manifest.check_sizes(out)
+        return BuildResult(out, made, done["errors"], len(made.shards))
+    reused = job.keep_finished(made.file_names())
+    files = [(f, s, sum(i.nbytes for i in s)) for f, s in zip(made.file_names(), made.shards, strict=True)]
+    _check_disk(out, sum(size for f, _, size in files if f not in job.shards))
+    for name, shard, size in files:
+        if name in job.shards:
+            progress.advance(size, name)
+            continue
+        errors: dict[str, float] = {}
+        with _ShardWriter(out, name, shard) as writer:
+            for item in shard:
+                rms = _Work(item, writer, progress, quantizer).run()
+                if rms is not None:
+                    errors[item.name] = rms
+        prepared.check_sources(out, prepared.state)
+        job.finished(name, {**writer.digest, "errors": errors})
+        progress.finished(name, size)
+    return BuildResult(out, made, _finish(prepared, out, job, fingerprint), reused)
 
 
 def _finish(prepared: Prepared, out: Path, job: _Job, fingerprint: dict[str, Any]) -> dict[str, float]:
@@ -216,12 +241,25 @@ def _json(value: object) -> bytes:
 
 def _write_small(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    _sync_folder(path.parent)
+    with _disk_errors(path):
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        _sync_folder(path.parent)
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """What the system says of a file, in a line with the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or path}: {error.strerror or error}; see to that and run the same command again."
+        ) from None
 
 
 def _sync_folder(path: Path) -> None:
@@ -254,8 +292,8 @@ def _locked(out: Path) -> Iterator[None]:
     fd = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(f"{out}: another build is running in this folder.") from None
+    except BlockingIOError:
+        raise ConfigError(f"{out}: another build is running in this folder; let it finish.") from None
     else:
         yield
     finally:
@@ -268,10 +306,11 @@ class _Job:
 
     out: Path
     fingerprint: dict[str, Any]
+    sources: dict[str, Any]
     shards: dict[str, Any]
 
     @classmethod
-    def begin(cls, out: Path, fingerprint: dict[str, Any]) -> _Job | None:
+    def begin(cls, out: Path, fingerprint: dict[str, Any], prepared: Prepared) -> _Job | None:
         """Start or resume; None when `out` already holds this very build."""
         fingerprint = json.loads(_json(fingerprint))
         if (out / manifest.MANIFEST).exists():
@@ -286,16 +325,17 @@ class _Job:
                 raise ConfigError(
                     f"{out}: holds an unfinished build from other sources or options; finish that one or remove it."
                 )
-            return cls(out, fingerprint, state["shards"])
+            prepared.check_sources(out, state["sources"])
+            return cls(out, fingerprint, state["sources"], state["shards"])
         foreign = sorted(f.name for f in out.iterdir() if f.name != f".{manifest.JOB}.partial")
         if foreign:
             raise ConfigError(f"{out}: not empty ({foreign[0]}); choose a new folder.")
-        job = cls(out, fingerprint, {})
+        job = cls(out, fingerprint, prepared.state, {})
         job._write()
         return job
 
     def _write(self) -> None:
-        state = {"fingerprint": self.fingerprint, "shards": self.shards}
+        state = {"fingerprint": self.fingerprint, "sources": self.sources, "shards": self.shards}
         _write_small(self.out / manifest.JOB, _json(state))
 
     def keep_finished(self, names: tuple[str, ...]) -> int:
@@ -335,10 +375,19 @@ class _ShardWriter:
         self.header = header
 
     def __enter__(self) -> _ShardWriter:
-        self.fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.ftruncate(self.fd, self.size)
-        self._write(self.header, 0)
+        with _disk_errors(self.final):
+            self.fd = os.open(self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            try:
+                os.ftruncate(self.fd, self.size)
+                self._write(self.header, 0)
+            except BaseException:
+                self._give_up()
+                raise
         return self
+
+    def _give_up(self) -> None:
+        os.close(self.fd)
+        self.temporary.unlink(missing_ok=True)  # on a full disk its room is needed
 
     def put(self, name: str, t: Tensor) -> None:
         data = t.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -350,14 +399,12 @@ class _ShardWriter:
 
     def _write(self, data: bytes | bytearray | memoryview, at: int) -> None:
         view, done = memoryview(data), 0
-        while done < len(view):
-            try:
+        with _disk_errors(self.final):
+            while done < len(view):
                 done += os.pwrite(self.fd, view[done:], at + done)
-            except OSError as error:
-                raise ConfigError(f"{self.final}: {error.strerror or error}.") from None
-        self.dirty += len(view)
-        if self.dirty >= SYNC_EVERY:
-            self._sync()
+            self.dirty += len(view)
+            if self.dirty >= SYNC_EVERY:
+                self._sync()
 
     def _sync(self) -> None:
         os.fdatasync(self.fd)
@@ -366,13 +413,17 @@ class _ShardWriter:
         self.dirty = 0
 
     def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
+        if kind is not None:
+            self._give_up()
+            return
+        with _disk_errors(self.final):
+            try:
                 self._sync()
                 os.fsync(self.fd)
-        finally:
+            except BaseException:
+                self._give_up()
+                raise
             os.close(self.fd)
-        if kind is None:
             self.digest = manifest.digest(self.temporary)  # from disk: what was written is what is there
             self.temporary.rename(self.final)
             _sync_folder(self.final.parent)
@@ -409,13 +460,23 @@ class _Work:
         return error
 
     def _copy(self) -> None:
-        shards = self.item.reader.shards
-        for stored, (name, _, _) in zip(self.item.inputs, self.item.outputs, strict=True):
+        """Bytes as they are, once their numbers mean something."""
+        item, shards = self.item, self.item.reader.shards
+        held: dict[str, Tensor] = {}
+        if item.matrix is not None and item.scheme.kind != "16-bit":
+            item.reader.read_module(item.matrix.module, held)
+        for stored, (name, dtype, _) in zip(item.inputs, item.outputs, strict=True):
             size = shards.tensors[stored].nbytes
+            if stored in held:
+                self.writer.put(name, held[stored])
+                self.progress.advance(size, item.name)
+                continue
             for start in range(0, size, CHUNK):
                 data = shards.read_bytes(stored, start, min(CHUNK, size - start))
+                if not is_vision(stored) and not is_finite(torch.frombuffer(data, dtype=dtype)):
+                    raise CheckpointError(f"{stored}: holds NaN or Inf; {WAY_OUT}.")
                 self.writer.put_bytes(name, start, data)
-                self.progress.advance(len(data), self.item.name)
+                self.progress.advance(len(data), item.name)
 
     def _quantize(self, matrix: Matrix) -> tuple[Packed, float]:
         """All rows, a chunk at a time: no more than the result and a chunk is in memory."""
@@ -429,7 +490,7 @@ class _Work:
             if not math.isfinite(energy):  # NaN, Inf, or squares past fp32
                 if not bool(x.isfinite().all()):
                     name = matrix.reader.published(matrix.module)
-                    raise CheckpointError(f"{name}: holds NaN or Inf; nothing is built on that.")
+                    raise CheckpointError(f"{name}: holds NaN or Inf; {WAY_OUT}.")
                 energy = float(x.double().square().sum())
             w = self._levels(x, global_scale)
             lost += _energy(dequantize(w).sub_(x))

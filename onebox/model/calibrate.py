@@ -55,9 +55,16 @@ def read_windows(text: Path, tokenizer: Path, window: int = WINDOW) -> list[Tens
 
     if not tokenizer.is_file():
         raise ConfigError(f"{tokenizer}: the base has no tokenizer, which calibration needs.")
-    encode = Tokenizer.from_file(str(tokenizer)).encode
+    try:
+        encode = Tokenizer.from_file(str(tokenizer)).encode
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{tokenizer}: no tokenizer can be read from it ({error}).") from None
+    try:
+        lines = text.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{text}: {error}; expected calibration text: JSON lines with a 'text'.") from None
     windows = []
-    for number, line in enumerate(text.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             ids = torch.tensor(encode(json.loads(line)["text"]).ids)
         except (ValueError, TypeError, KeyError):
@@ -98,6 +105,12 @@ class Calibration:
         self.path, self.device, self.dtype = Path(path), torch.device(device), dtype
         self.windows = [w.to(self.device) for w in windows]
         self.spec = Spec.from_config(WeightReader.open(path).config)
+        largest = max((int(w.max()) for w in windows), default=0)
+        if largest >= self.spec.vocab:
+            raise ConfigError(
+                f"{self.path / 'tokenizer.json'}: gives token {largest}, but vocab_size is {self.spec.vocab}; it "
+                "belongs to another model."
+            )
         self.rope = Rope.from_spec(self.spec, self.device)
         self.layer = -1  # the layer whose taps are held; n_layers is the MTP head
         self.hidden: list[Tensor] = []

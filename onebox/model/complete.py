@@ -25,8 +25,8 @@ def takes_mtp(reader: WeightReader, spec: Spec, mtp: bool | None) -> bool:
         )
     if mtp is None and reader.has_mtp() and not spec.n_mtp_layers:
         raise CheckpointError(
-            f"config.json: mtp_num_hidden_layers is 0, but {reader.path} has 'mtp.' tensors; set it to 1, or serve "
-            "without drafts (num_speculative_tokens 0)."
+            f"config.json: mtp_num_hidden_layers is 0, but {reader.path} has 'mtp.' tensors; set it to 1, or leave "
+            "them out: build with --mtp drop, serve with num_speculative_tokens 0."
         )
     taken = bool(spec.n_mtp_layers) and reader.has_mtp() and mtp is not False
     if spec.n_mtp_layers > 1 and taken:
@@ -49,7 +49,7 @@ def check_complete(path: str | Path, *, mtp: bool = True) -> LoadReport:
         build.block(f"layers.{i}", kind)
     if not spec.tied:
         build.linear("lm_head", spec.vocab, spec.hidden)
-    with_mtp = mtp and spec.n_mtp_layers > 0 and reader.has_mtp()
+    with_mtp = mtp and takes_mtp(reader, spec, None)
     if with_mtp:
         build.mtp()
     report = reader.finish(ignore_mtp=not with_mtp)
