@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 
-.PHONY: serve test test-all install
+.PHONY: serve test test-browser test-all install
 
 serve: $(VENV)/.installed
 	$(BIN)/onebox serve --port $(PORT)
@@ -16,6 +16,9 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+test-browser: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m browser
 
 test-all: test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clients]'

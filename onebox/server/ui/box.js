@@ -102,7 +102,10 @@ async function showLadder() {
     const ladder = made.ladder.map((r) => [r.rung, r.step_gb.toFixed(2), speed(r.roof_tok_s), speed(r.expected_tok_s)]);
     const advice = made.advice.flatMap((a) => [make("dt", {}, `${a.workload}: ${a.settings}, ${speed(a.tok_s)} tok/s`), make("dd", {}, a.reason)]);
     room.replaceChildren(
-      make("p", { class: "key" }, make("span", { class: "swatch expected" }), "expected tokens a second ", make("span", { class: "swatch roof" }), "what the memory's bandwidth allows"),
+      make("p", { class: "key" },
+        make("span", {}, make("span", { class: "swatch expected" }), "expected tokens a second"),
+        make("span", {}, make("span", { class: "swatch roof" }), "what the memory's bandwidth allows"),
+      ),
       drawLadder(made, false),
       drawLadder(made, true),
       make("details", { class: "fold" }, make("summary", {}, "The same as a table"), make("div", { class: "scroll" }, table("The ladder", ["Rung", "GB a step", "Roof tok/s", "Expected tok/s"], ladder, [1, 2, 3]))),
@@ -137,8 +140,9 @@ export async function showBox() {
 
 export function startBox() {
   byId("forecast-form").addEventListener("submit", (event) => event.preventDefault());
-  byId("forecast-form").addEventListener("input", () => {
-    clearTimeout(timer);
-    timer = setTimeout(showLadder, WAIT_MS);
-  });
+  for (const kind of ["input", "change"])
+    byId("forecast-form").addEventListener(kind, () => {
+      clearTimeout(timer);
+      timer = setTimeout(showLadder, WAIT_MS);
+    });
 }

@@ -256,13 +256,17 @@ async function ask(event) {
   if (running || !text) return;
   const results = owed.map(([id, result]) => ({ role: "tool", tool_call_id: id, content: result.value || "no result" }));
   const history = [...messages, ...results, { role: "user", content: text }];
+  const sent = owed;
   owed = [];
   byId("log").querySelector(".welcome")?.remove();
   byId("log").append(make("article", { class: "question", "aria-label": "You" }, make("div", { class: "said" }, text)));
   field.value = "";
   const said = await answer(history);
   if (said) messages = [...history, said];
-  else if (!field.value) field.value = text; // nothing came: it can be sent again
+  else {
+    owed = sent; // nothing came: all of it can be sent again
+    if (!field.value) field.value = text;
+  }
   field.focus();
 }
 

@@ -66,7 +66,7 @@ function drawHeat(output, trace) {
       const node = make(span.kept ? "span" : "s", { id: `piece-${cells.length}`, "data-piece": String(cells.length), "aria-label": `${body}: ${reasonOf(span)}` }, body);
       if (span.kept) {
         node.className = span.rule.startsWith("score") ? "kept" : "kept rule";
-        node.style.setProperty("--share", (0.06 + 0.5 * heat(span.score)).toFixed(2)); // not an inline style: the policy forbids those
+        node.style.setProperty("--share", heat(span.score).toFixed(2)); // not an inline style: the policy forbids those
       }
       cells.push({ span, node, text: body });
       pieces.push(node);
