@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +20,26 @@ from onebox.kernels.int4_ref import Int4Weight  # noqa: E402
 from onebox.kernels.int8_ref import Int8Weight  # noqa: E402
 from onebox.kernels.nvfp4_ref import Nvfp4Weight  # noqa: E402
 from onebox.kernels.weights import Weight  # noqa: E402
+
+
+def _ordered_dots() -> None:
+    """Let the interpreter sum a tile product in fp64, rounded once.
+
+    numpy's fp32 product sums a row in an order that depends on the tile's shape and the processor. A tensor core has
+    one order, which "the same bits" stand on.
+    """
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        exact = np.int64 if np.issubdtype(d.data.dtype, np.integer) else np.float64
+        product = np.matmul(a.data.astype(exact), b.data.astype(exact))
+        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+if not GPU:
+    _ordered_dots()
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter's bf16 dot is wrong
