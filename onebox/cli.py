@@ -450,6 +450,7 @@ def build(
     calibrate: Annotated[
         str | None, typer.Option(metavar="FILE", help="Text to calibrate INT4 with: JSON lines with a 'text'.")
     ] = None,
+    calibrate_with: Annotated[str, typer.Option(help="gptq, or auto-round where that library is installed.")] = "gptq",
     shard_gb: Annotated[float, typer.Option(help="Largest file, in GB.")] = 4.0,
     revision: Annotated[str | None, typer.Option(help="Commit of a hub repository.")] = None,
     donor_revision: Annotated[
@@ -475,7 +476,8 @@ def build(
         raise ConfigError("--format auto-round is INT4 and 16-bit; leave out --recipe, --fp8-from and --mtp.")
 
     from onebox.checkpoint.progress import progress
-    from onebox.checkpoint.write import BuildOptions, prepare, room
+    from onebox.checkpoint.tuning import TunedLevels
+    from onebox.checkpoint.write import BuildOptions, Quantizer, prepare, room
     from onebox.checkpoint.write import run as write
     from onebox.model.calibrate import calibration_label, quantizer_for
     from onebox.model.complete import check_complete
@@ -491,7 +493,7 @@ def build(
         revision=revision,
         donor=donor,
         donor_revision=donor_revision,
-        calibration=calibration_label(Path(calibrate)) if calibrate else None,
+        calibration=calibration_label(Path(calibrate), calibrate_with) if calibrate else None,
     )
     prepared = prepare(source, options)
     check_complete(prepared.base.path, mtp=mtp != "drop")
@@ -502,9 +504,19 @@ def build(
         typer.echo(f"about {prepared.seconds():.0f} s to build" + (", and the calibration" if calibrate else ""))
         return
     assert out is not None
-    quantizer = quantizer_for(prepared.base.path, Path(calibrate)) if calibrate else None
+    quantizer: Quantizer | None = None
+    if calibrate and calibrate_with == "auto-round":
+        work = Path(f"{Path(out).resolve()}.auto-round")
+        quantizer = TunedLevels(prepared.base.path, Path(calibrate), group, prepared.identity(), work)
+    elif calibrate:
+        quantizer = quantizer_for(prepared.base.path, Path(calibrate))
     with progress(prepared.plan.nbytes, "build", quiet=quiet) as bars:
         result = write(prepared, out, progress=bars, quantizer=quantizer)
+    if isinstance(quantizer, TunedLevels):
+        typer.echo(
+            f"auto-round tuned {len(quantizer.taken)} INT4 matrices, {len(quantizer.left)} are rounded to nearest"
+        )
+        quantizer.clean()
     worst = max(result.errors.items(), key=lambda entry: entry[1], default=None)
     typer.echo(
         f"{result.path}: {prepared.plan.nbytes / 1e6:.1f} MB"

@@ -93,7 +93,7 @@ def test_engine_side_runs_on_a_bare_cuda_image(path: Path) -> None:
     if place(path) not in ENGINE_SIDE:
         return
     allowed = BARE_IMAGE | ({"msgspec", "zmq"} if path.name == "process.py" else set())
-    lazy = {("gptq.py", "auto_round"), ("grammar.py", "llguidance")}
+    lazy = {("tuning.py", "auto_round"), ("grammar.py", "llguidance")}
     for module in imports(path):
         top = module.split(".")[0]
         assert top == "onebox" or top in allowed or _standard(top) or (path.name, top) in lazy, f"{path}: needs {top}"

@@ -20,6 +20,7 @@ import torch
 from checkpoints import LAYOUTS, VOCAB, Layout, config, fp8, left_16_bit, make_twin, plain, write, write_files
 
 from onebox.bench.quality import next_token_logits
+from onebox.checkpoint import manifest
 from onebox.checkpoint.hybrid import Matrix
 from onebox.checkpoint.int8_head import quantize_int8
 from onebox.checkpoint.reader import WeightReader
@@ -242,9 +243,9 @@ def with_manifest_of(out: Path, change: Callable[[bytearray, dict[str, Any], int
     (length,) = struct.unpack("<Q", data[:8])
     change(data, json.loads(data[8 : 8 + length]), 8 + length)
     shard.write_bytes(bytes(data))
-    manifest = json.loads((out / "onebox.json").read_text())
-    manifest["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
-    (out / "onebox.json").write_text(json.dumps(manifest))
+    made = json.loads((out / "onebox.json").read_text())
+    made["files"][shard.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    (out / "onebox.json").write_text(json.dumps(made))
 
 
 @pytest.mark.parametrize(
@@ -372,6 +373,16 @@ def test_folder_with_a_build_running_in_it_is_left_to_it(tmp_path: Path) -> None
     assert not list((tmp_path / "out").iterdir())
     os.close(fd)
     build(str(tmp_path / "src"), tmp_path / "out")
+
+
+def test_folder_that_another_tool_made_of_a_build_is_told_how_to_be_read(tmp_path: Path) -> None:
+    write(TWIN, tmp_path / "src")
+    build(str(tmp_path / "src"), tmp_path / "out")
+    (tmp_path / "out" / "onebox.json").unlink()
+    with pytest.raises(CheckpointError, match=r"not finished.*'onebox_build' from config\.json if another tool"):
+        load_model(tmp_path / "out")
+    manifest.unmark(tmp_path / "out")
+    load_model(tmp_path / "out")
 
 
 class Stop(Exception):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB, make_twin, write
+from serving import TINY
 
 from onebox.bench.quality import agreement
 from onebox.checkpoint.autoround import quantize_int4
 from onebox.checkpoint.gptq import gptq_quantizer, quantize_gptq
+from onebox.checkpoint.reader import WeightReader
+from onebox.checkpoint.scheme import Scheme
+from onebox.checkpoint.tuning import TunedLevels, count_long
+from onebox.checkpoint.verify import verify
 from onebox.checkpoint.write import BuildOptions, build
 from onebox.errors import CheckpointError, ConfigError
 from onebox.kernels.weights import dequantize
@@ -120,3 +126,101 @@ def test_calibration_text_is_checked_and_cut_into_windows(tmp_path: Path) -> Non
         read_windows(text, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl"):
         calibration_label(tmp_path / "nowhere.jsonl")
+
+
+# --- levels tuned by the auto-round library ---
+
+
+def tuned(tmp_path: Path, ends: list[str]) -> TunedLevels:
+    """A Quantizer whose library is a checkpoint of another twin, and which notes how often it ran."""
+
+    def tune(base: Path, text: Path, group: int, out: Path) -> Path:
+        ends.append(base.name)
+        write(make_twin(9), out / "model", "autoround", mtp="side")
+        return out / "model"
+
+    return TunedLevels(tmp_path / "src", tmp_path / "text", 128, "label", tmp_path / "work", tune)
+
+
+def test_tuned_levels_are_taken_bit_for_bit_and_the_rest_is_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onebox.checkpoint.hybrid.CHUNK_ELEMENTS", 64 * 128)  # several chunks of rows a matrix
+    src, ends = str(tmp_path / "src"), list[str]()
+    write(make_twin(3), tmp_path / "src", "bf16-fused")
+    quantizer = tuned(tmp_path, ends)
+    build(src, tmp_path / "out", BuildOptions(recipe="hybrid", calibration="test"), quantizer=quantizer)
+    want = write(make_twin(9), tmp_path / "same", "autoround").meaning
+    reader = WeightReader.open(tmp_path / "out")
+    for name in ("layers.0.linear_attn.in_proj_qkv", "layers.2.mlp.experts.3.up_proj", "layers.3.self_attn.q_proj"):
+        assert torch.equal(dequantize(reader.read_module(name)), want[name]), name
+    assert quantizer.left == {n for n in reader.modules if n.startswith("mtp.") and reader.scheme(n).kind == "int4"} | {
+        "layers.3.self_attn.o_proj"
+    }
+    assert ends == ["src"] and not quantizer.taken & quantizer.left
+    quantizer.clean()
+    assert not (tmp_path / "work").exists()
+
+
+def test_tuning_is_done_once_for_a_build_and_again_when_it_was_cut_short(tmp_path: Path) -> None:
+    ends: list[str] = []
+    name, w, scheme = "layers.0.linear_attn.out_proj", torch.zeros(128, 128), Scheme("int4", 128)
+    (tmp_path / "work" / "library").mkdir(parents=True)  # a run that was killed
+    assert tuned(tmp_path, ends)(name, 0, w, scheme) is not None
+    assert tuned(tmp_path, ends)(name, 0, w, scheme) is not None and len(ends) == 1
+    other = tuned(tmp_path, ends)
+    other.label = "another build"
+    assert other(name, 0, w, scheme) is not None and len(ends) == 2
+    assert tuned(tmp_path, ends)(name, 0, w, Scheme("int4", 64)) is None, "levels of another group"
+
+
+def test_folder_with_other_files_is_no_place_for_tuning(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="other files"):
+        tuned(tmp_path, [])("layers.0.linear_attn.out_proj", 0, torch.zeros(128, 128), Scheme("int4", 128))
+    assert (tmp_path / "work" / "notes.txt").read_text() == "mine"
+
+
+def test_library_that_is_not_there_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(ConfigError, match="pip install auto-round"):
+        calibration_label(tmp_path / "text", "auto-round")
+    with pytest.raises(ConfigError, match="Known: gptq, auto-round"):
+        calibration_label(tmp_path / "text", "awq")
+
+
+def test_only_texts_that_are_long_enough_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onebox.checkpoint.tuning.LENGTH", 5)
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one two three four five six"}\n{"text": "one"}\n')
+    assert count_long(text, TINY / "tokenizer.json") == 1
+    text.write_text('{"text": "one"}\n')
+    with pytest.raises(ConfigError, match=r"text\.jsonl: no line has 5 tokens"):
+        count_long(text, TINY / "tokenizer.json")
+
+
+@pytest.mark.slow
+def test_build_tuned_by_the_library_itself_is_near_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("auto_round", reason="pip install auto-round")
+    from onebox.cli import main
+
+    for name, value in {"ITERATIONS": 2, "LENGTH": 128}.items():
+        monkeypatch.setattr(f"onebox.checkpoint.tuning.{name}", value)
+    src, out = tmp_path / "src", tmp_path / "out"
+    build(str(TINY), src, BuildOptions(recipe="bf16"))
+    calibration = Path(__file__).parent / "data" / "calibration.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        main(["build", str(src), "--out", str(out), "--calibrate", str(calibration), "--calibrate-with", "auto-round"])
+    said = capfd.readouterr()
+    assert not ended.value.code, said.err[-2000:]
+    assert "auto-round tuned" in said.out and not (tmp_path / "out.auto-round").exists()
+    verify(out, str(src))
+    with torch.inference_mode():
+        reference, tokens = load_model(src).model, windows(4, 2, 128)
+        assert agreement(reference, load_model(out).model, tokens).top1 > 0.8

@@ -67,7 +67,7 @@ def quantize_gptq(w: Tensor, hessian: Tensor, group: int, dtype: torch.dtype = t
 def gptq_quantizer(hessian: Callable[[str], Tensor | None]) -> Quantizer:
     """A Quantizer for `build`: GPTQ for INT4 modules with a Hessian, None (round to nearest) for any other."""
 
-    def quantize(name: str, w: Tensor, scheme: Scheme) -> Packed | None:
+    def quantize(name: str, first: int, w: Tensor, scheme: Scheme) -> Packed | None:
         h = hessian(name) if scheme.kind == "int4" else None
         return None if h is None else quantize_gptq(w, h, scheme.group)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,19 @@ def check_finished(path: Path) -> None:
     """Refuse a folder that a build has begun and not finished."""
     if (path / MANIFEST).exists():
         return
-    unfinished = (path / JOB).exists()
-    if not unfinished and (path / "config.json").exists():
-        unfinished = MARK in read_json(path / "config.json")
-    if unfinished:
-        raise CheckpointError(
-            f"{path}: this build is not finished ({MANIFEST} is missing); run its 'onebox build' again."
-        )
+    way_out = "run its 'onebox build' again"
+    if not (path / JOB).exists():
+        if not (path / "config.json").exists() or MARK not in read_json(path / "config.json"):
+            return
+        way_out += f", or remove {MARK!r} from config.json if another tool made this folder of a build"
+    raise CheckpointError(f"{path}: this build is not finished ({MANIFEST} is missing); {way_out}.")
+
+
+def unmark(path: Path) -> None:
+    """Let `config.json` not speak of a build: what another tool made of one is a checkpoint of its own."""
+    config = read_json(path / "config.json")
+    if config.pop(MARK, None) is not None:
+        (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:

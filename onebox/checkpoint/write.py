@@ -44,8 +44,8 @@ from onebox.ledger import Build
 CHUNK = 1 << 24  # bytes copied at a time
 SYNC_EVERY = 1 << 28
 
-# A matrix of 16-bit weights in rows -> its levels, better than round to nearest; None: round to nearest
-Quantizer = Callable[[str, Tensor, Scheme], Packed | None]
+# Name, first row and rows of a 16-bit matrix -> their levels, better than round to nearest; None: round to nearest
+Quantizer = Callable[[str, int, Tensor, Scheme], Packed | None]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,10 @@ class Prepared:
             "base": self.base.describe(),
             "donor": self.donor.describe() if self.donor else None,
         }
+
+    def identity(self) -> str:
+        """A hash of the fingerprint."""
+        return hashlib.sha256(_json(self.fingerprint())).hexdigest()
 
     def check_sources(self, out: Path, before: object) -> None:
         """Refuse to go on in `out` when a file read is not the one it was when that build began."""
@@ -492,7 +496,7 @@ class _Work:
                     name = matrix.reader.published(matrix.module)
                     raise CheckpointError(f"{name}: holds NaN or Inf; {WAY_OUT}.")
                 energy = float(x.double().square().sum())
-            w = self._levels(x, global_scale)
+            w = self._levels(start, x, global_scale)
             lost += _energy(dequantize(w).sub_(x))
             total += energy
             if x.shape[0] == n:
@@ -502,10 +506,10 @@ class _Work:
         assert result is not None, f"{matrix.module}: no rows"
         return result, float(f"{math.sqrt(lost / total) if total else 0.0:.4g}")
 
-    def _levels(self, x: Tensor, global_scale: Tensor | None) -> Packed:
+    def _levels(self, start: int, x: Tensor, global_scale: Tensor | None) -> Packed:
         name, scheme = self.item.name, self.item.scheme
         try:
-            better = self.quantizer(name, x, scheme) if self.quantizer else None
+            better = self.quantizer(name, start, x, scheme) if self.quantizer else None
             return better if better is not None else _quantize(x, scheme, global_scale)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None

@@ -8,7 +8,6 @@ built before: a resumed build sees the same ones.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from onebox.checkpoint import tuning
+from onebox.checkpoint.calibration_text import read_texts
 from onebox.checkpoint.gptq import gptq_quantizer
 from onebox.checkpoint.reader import WeightReader
 from onebox.checkpoint.write import Quantizer
@@ -41,35 +42,27 @@ MIN_INPUTS = 64  # an expert met less often is rounded to nearest
 WINDOW = 1024
 
 
-def calibration_label(text: Path, window: int = WINDOW) -> str:
-    """What a build calibrated with the file `text` says of it: its hash and the window."""
+METHODS = ("gptq", "auto-round")
+
+
+def calibration_label(text: Path, method: str = "gptq", window: int = WINDOW) -> str:
+    """What a build calibrated with the file `text` says of it: the method, its settings and the text's hash."""
+    if method not in METHODS:
+        raise ConfigError(f"--calibrate-with {method!r} is not known. Known: {', '.join(METHODS)}.")
+    how = f"gptq, windows of {window} tokens"
+    if method == "auto-round":
+        steps = f"{tuning.ITERATIONS} steps, {tuning.SAMPLES} texts of {tuning.LENGTH} tokens"
+        how = f"auto-round {tuning.library_version()}, {steps}"
     try:
-        return f"gptq, windows of {window} tokens, text sha256 {hashlib.sha256(text.read_bytes()).hexdigest()}"
+        return f"{how}, text sha256 {hashlib.sha256(text.read_bytes()).hexdigest()}"
     except OSError as error:
         raise ConfigError(f"{text}: {error.strerror or error}; expected calibration text.") from None
 
 
 def read_windows(text: Path, tokenizer: Path, window: int = WINDOW) -> list[Tensor]:
     """Token windows of a file with one JSON object with a `text` a line; `tokenizer` is a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    if not tokenizer.is_file():
-        raise ConfigError(f"{tokenizer}: the base has no tokenizer, which calibration needs.")
-    try:
-        encode = Tokenizer.from_file(str(tokenizer)).encode
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{tokenizer}: no tokenizer can be read from it ({error}).") from None
-    try:
-        lines = text.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{text}: {error}; expected calibration text: JSON lines with a 'text'.") from None
-    windows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            ids = torch.tensor(encode(json.loads(line)["text"]).ids)
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{text}: line {number} is no JSON object with a 'text'.") from None
-        windows += [w for w in torch.split(ids, window) if len(w) > 1]
+    texts = read_texts(text, tokenizer)
+    windows = [w for ids in texts for w in torch.split(torch.tensor(ids), window) if len(w) > 1]
     if not windows:
         raise ConfigError(f"{text}: holds no text to calibrate with.")
     return windows
