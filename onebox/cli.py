@@ -98,6 +98,11 @@ def speculation(text: str | None, adaptive: bool = False) -> dict[str, Any]:
     return found
 
 
+def kv_format_of(name: str) -> str:
+    """--kv-cache-dtype as EngineConfig spells it; vLLM's names for the same formats are taken too."""
+    return {"bfloat16": "bf16", "fp8_e4m3": "fp8"}.get(name, name)
+
+
 def length(text: str | None, flag: str = "--max-model-len") -> int | None:
     """A number of tokens as vLLM writes it: 32768, 32k (thousands), 32K (1024s); auto or -1 for the model's own."""
     if text is None or text in ("auto", "-1"):
@@ -152,6 +157,9 @@ Speculative = Annotated[
     typer.Option(help='JSON, e.g. \'{"method":"mtp","num_speculative_tokens":2}\'; 0 tokens: off.', metavar="JSON"),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+KvCacheDtype = Annotated[
+    str, typer.Option(help="KV pages: auto (as --dtype), bf16, fp8, k8v4, tq4, tq3.5, tq3 or tq2.5.")
+]
 KvGb = Annotated[float | None, typer.Option(help="GB of KV pages; left out: what the plan has over.")]
 Utilization = Annotated[float | None, typer.Option(help="Share of the device's memory that all of it may use.")]
 Floor = Annotated[float | None, typer.Option(help="GB to leave free; on unified memory 8 if not given.")]
@@ -185,7 +193,7 @@ def serve(
     ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto.")] = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="qwen3, or none.")] = "qwen3",
     enable_auto_tool_choice: Annotated[bool, typer.Option(help="Accepted; tools are served anyway.")] = True,
     tool_call_parser: Annotated[str, typer.Option(help="qwen3_coder, qwen3_xml, hermes, or none.")] = "qwen3_coder",
@@ -235,8 +243,6 @@ def serve(
 
     if tensor_parallel_size != 1 or pipeline_parallel_size != 1:
         raise ConfigError("--tensor-parallel-size and --pipeline-parallel-size must be 1: one device is served.")
-    if kv_cache_dtype not in ("auto", "bfloat16"):
-        raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype!r} is not served; use auto.")
     note_unneeded(
         {
             "--no-enable-chunked-prefill": not enable_chunked_prefill,
@@ -286,6 +292,7 @@ def serve(
             max_waiting=max_waiting,
             **speculation(speculative_config, adaptive_drafts),
             draft_vocab=draft_vocab,
+            kv_cache_dtype=kv_format_of(kv_cache_dtype),
             kv_gb=kv_gb,
             gpu_memory_utilization=gpu_memory_utilization,
             memory_floor_gb=memory_floor_gb,
@@ -316,6 +323,7 @@ def plan(
     max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Prompt tokens a step at most.")] = 2048,
+    kv_cache_dtype: KvCacheDtype = "auto",
     kv_gb: KvGb = None,
     gpu_memory_utilization: Utilization = None,
     memory_floor_gb: Floor = None,
@@ -345,6 +353,7 @@ def plan(
                 "--max-model-len": max_model_len,
                 "--max-num-seqs": max_num_seqs != 16,
                 "--speculative-config": speculative_config,
+                "--kv-cache-dtype": kv_cache_dtype != "auto",
                 "--kv-gb": kv_gb,
                 "--snapshot-host-gb": snapshot_host_gb,
             }
@@ -385,6 +394,7 @@ def plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         **speculation(speculative_config),
+        kv_cache_dtype=kv_format_of(kv_cache_dtype),
         kv_gb=kv_gb,
         gpu_memory_utilization=gpu_memory_utilization,
         memory_floor_gb=memory_floor_gb,

@@ -20,6 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_DRAFT_LEN = 4
 STATE_DTYPES = ("float32", "bfloat16")
 DRAFT_METHODS = ("mtp", "ngram")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "k8v4", "tq4", "tq3.5", "tq3", "tq2.5")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class EngineConfig:
     `memory_floor_gb` is left free of what is available (None: 8 on unified memory, up to 8 on a CPU, 1 beside it).
     `state_dtype` bfloat16 halves recurrent states; they are rounded at every step, so text then depends on draft length
     and chunks (docs/log.md has the error).
+    `kv_cache_dtype` is what keys and values are kept in: "auto" is the arithmetic's own type, the others are the page
+    formats of docs/long-context.md.
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `draft_method` "ngram" drafts what
     followed the newest `lookup_min` to `lookup_max` tokens where they stood before. `adaptive_drafts` lets each request
     draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost. `draft_vocab` lets
@@ -45,6 +48,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     state_dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
@@ -77,6 +81,7 @@ class EngineConfig:
         check(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None, "device", "auto, cpu, cuda or cuda:N")
         check(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES))
         check(self.state_dtype in STATE_DTYPES, "state_dtype", "one of " + ", ".join(STATE_DTYPES))
+        check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", "one of " + ", ".join(KV_CACHE_DTYPES))
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         check(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")
@@ -111,6 +116,8 @@ class EngineConfig:
             raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
         if self.state_dtype != "float32" and device != "cpu":
             raise ConfigError("state_dtype bfloat16 is served on a CPU alone: the kernels keep fp32 states.")
+        if self.kv_cache_dtype not in ("auto", "bf16") and device != "cpu":
+            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype} is served on a CPU alone yet; on CUDA use auto.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         fast = device.startswith("cuda") and dtype != "float32"
         fused = fast if self.fused is None else self.fused

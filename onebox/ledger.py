@@ -6,7 +6,7 @@ The one copy of this arithmetic: `plan` prints it, the engine sizes memory with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,14 +21,23 @@ WEIGHT_BYTES = {
     "int4": 0.5 + 2 / 128,
     "nvfp4": 0.5 + 1 / 16,
 }
-# bytes a stored K or V element; tq4 is four bits and one 16-bit norm for a head's 256
-KV_BYTES = {"bf16": 2.0, "fp8": 1.0, "tq4": 0.5 + 2 / 256, "fp32": 4.0}
+# bits of a key's and a value's dimension together, and 16-bit scales of a head's key and value together
+KV_FORMATS = {
+    "fp32": (64.0, 0),
+    "bf16": (32.0, 0),
+    "fp8": (16.0, 2),
+    "k8v4": (12.0, 2),
+    "tq4": (8.0, 2),
+    "tq3.5": (6.5, 4),  # a quarter of the dimensions in 4 bits, the rest in 3
+    "tq3": (6.0, 2),
+    "tq2.5": (4.5, 4),
+}
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0}  # bytes an element of a recurrent state
 
 
 @dataclass(frozen=True)
 class Build:
-    """Format of each component's weights, and of the KV pages. Names are keys of WEIGHT_BYTES and KV_BYTES.
+    """Format of each component's weights, and of the KV pages. Names are keys of WEIGHT_BYTES and KV_FORMATS.
 
     `mlp` is a dense model's, where most of its weights are; a mixture of experts has `experts` and `shared` instead.
     """
@@ -48,7 +57,8 @@ class Build:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            known = {"kv": KV_BYTES, "state": STATE_BYTES}.get(field.name, WEIGHT_BYTES)
+            tables: dict[str, Collection[str]] = {"kv": KV_FORMATS, "state": STATE_BYTES}
+            known = tables.get(field.name, WEIGHT_BYTES)
             if value not in known:
                 raise ConfigError(f"build: {field.name} format {value!r} is not known. Known: {', '.join(known)}.")
 
@@ -273,7 +283,8 @@ class StepBytes:
 def kv_bytes_per_token(spec: Spec, build: Build, *, mtp: bool = False) -> float:
     """K and V of one token over all attention layers; `mtp` adds the drafter's layers."""
     layers = spec.n_attention_layers + (spec.n_mtp_layers if mtp else 0)
-    return layers * 2 * spec.n_kv_heads * spec.head_dim * KV_BYTES[build.kv]
+    bits, scales = KV_FORMATS[build.kv]
+    return layers * spec.n_kv_heads * (spec.head_dim * bits / 8 + 2 * scales)
 
 
 def state_bytes(spec: Spec, build: Build | None = None) -> float:
@@ -358,18 +369,26 @@ def slot_bytes(spec: Spec, window: int, build: Build | None = None, *, element: 
 
 
 def workspace_bytes(
-    spec: Spec, *, rows: int, window_rows: int, context: int, element: float, unpacked_experts: int
+    spec: Spec,
+    *,
+    rows: int,
+    window_rows: int,
+    context: int,
+    element: float,
+    unpacked_experts: int,
+    unpacked_kv: bool = False,
 ) -> float:
     """Scratch of the largest step: `rows` prefill rows of activations, a mask over `context`, unpacked experts, logits.
 
     An upper bound by shapes, not a measurement; a logit is counted with the copies that truncated sampling makes.
+    `unpacked_kv`: pages are decoded before they are read, through codes and levels.
     """
     gdn = spec.conv_channels + 2 * spec.gdn_value_width
     attention = 3 * spec.n_heads * spec.head_dim + 2 * spec.n_kv_heads * spec.head_dim
     mlp = max(2 * spec.shared_width, 2 * spec.expert_width * spec.top_k)
     activations = rows * (4 * spec.hidden + max(gdn, attention, mlp)) * (element + 4.0)
     mask = rows * context * (1.0 + element)
-    keys = 2.0 * context * spec.n_kv_heads * spec.head_dim * element
+    keys = 2.0 * context * spec.n_kv_heads * spec.head_dim * (element + (20.0 if unpacked_kv else 0.0))
     experts = min(spec.n_experts, unpacked_experts) * 3.0 * spec.expert_width * spec.hidden * element
     logits = window_rows * spec.vocab * 48.0
     return max(activations + mask + keys + experts, logits)

@@ -20,7 +20,7 @@ from onebox.engine.client import EngineInfo, EngineStats, Progress, unheard
 from onebox.engine.grammar import Grammars, Matcher
 from onebox.engine.graph_runner import GraphRunner
 from onebox.engine.pages import PAGE_SIZE, Pool, pages_for
-from onebox.engine.plan import announce, drafts_of, plan_for, plan_loaded, wants_mtp
+from onebox.engine.plan import announce, drafts_of, kv_format, plan_for, plan_loaded, wants_mtp
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.sampler import SamplingRows, token_logprobs
 from onebox.engine.scheduler import Chunk, Scheduler
@@ -30,6 +30,7 @@ from onebox.engine.states import SnapshotSlots
 from onebox.errors import CheckpointError, ContextLengthError, RequestError
 from onebox.ledger import BUILDS, Build
 from onebox.model.cache import Cache
+from onebox.model.kv_layout import kv_layout
 from onebox.model.load import Loaded, load_model
 from onebox.model.selfcheck import self_check
 from onebox.request import FinishReason, Output, Request
@@ -96,6 +97,7 @@ class Engine:
             device=model.device,
             mtp=model.mtp is not None,
             state_dtype=getattr(torch, config.state_dtype),
+            kv=kv_layout(model, config.kv_cache_dtype),
         )
         self.runner = GraphRunner(model, cache)
         self.grammars = Grammars(Path(config.model) / "tokenizer.json", spec.vocab, self.eos_token_ids)
@@ -115,7 +117,7 @@ class Engine:
             self.drafter = PromptLookup(config.lookup_max, config.lookup_min)
         self.lengths: DraftLengths | None = None
         if config.adaptive_drafts:
-            build = build_of(loaded.report.formats)
+            build = replace(build_of(loaded.report.formats), kv=kv_format(config))
             self.lengths = DraftLengths(spec, build, draft_len, mtp=config.draft_method == "mtp")
 
     def _forget(self) -> None:
@@ -125,7 +127,7 @@ class Engine:
         self.scheduler = Scheduler(
             pages,
             Pool(config.max_num_seqs),
-            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots)),
+            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots), build=plan.kv_format),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,

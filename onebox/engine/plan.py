@@ -19,6 +19,7 @@ from onebox.checkpoint.reader import LoadReport, WeightReader
 from onebox.config import EngineConfig
 from onebox.engine.pages import PAGE_SIZE, pages_for
 from onebox.errors import ConfigError
+from onebox.kernels.turboquant_ref import FORMATS
 from onebox.ledger import Build, kv_bytes_per_token, resident_bytes, slot_bytes, workspace_bytes
 from onebox.model.complete import check_complete, takes_mtp
 from onebox.model.load import Loaded
@@ -100,6 +101,7 @@ class MemoryPlan:
     n_host_snapshots: int
     max_num_seqs: int
     max_model_len: int
+    kv_format: str = "bf16"
     notes: tuple[str, ...] = ()
 
     @property
@@ -117,7 +119,7 @@ class MemoryPlan:
             ("workspace", self.workspace, "activations and sampling, at most"),
             ("graphs", self.graphs, "captured steps"),
             ("states", self.states, f"{self.max_num_seqs} answers at a time"),
-            ("KV pages", self.kv, f"{self.n_pages} pages, {tokens} tokens"),
+            ("KV pages", self.kv, f"{self.n_pages} pages, {tokens} tokens in {self.kv_format}"),
             ("snapshots", self.snapshots, f"{self.n_snapshots} states of the prefix cache"),
             ("host snapshots", self.host_snapshots, f"{self.n_host_snapshots} states {where}"),
             ("used", self.used, f"of {self.capacity / GB:.2f} GB on {self.machine.name}"),
@@ -138,12 +140,29 @@ class MemoryPlan:
             "bytes": {name.replace(" ", "_").lower(): round(size) for name, size, _ in self.rows()},
             "pages": self.n_pages,
             "page_tokens": PAGE_SIZE,
+            "kv_format": self.kv_format,
             "snapshots": self.n_snapshots,
             "host_snapshots": self.n_host_snapshots,
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": self.max_model_len,
             "notes": list(self.notes),
         }
+
+
+def kv_format(config: EngineConfig) -> str:
+    """Name of the KV pages' format in the ledger."""
+    if config.kv_cache_dtype != "auto":
+        return config.kv_cache_dtype
+    return "fp32" if config.dtype == "float32" else "bf16"
+
+
+def check_kv_format(config: EngineConfig, spec: Spec) -> None:
+    """Raise ConfigError for heads that the config's KV format cannot hold."""
+    if config.kv_cache_dtype in FORMATS and spec.head_dim % 32:
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} needs heads of a multiple of 32 dimensions, these have "
+            f"{spec.head_dim}; use auto."
+        )
 
 
 @dataclass(frozen=True)
@@ -158,7 +177,7 @@ class Sizes:
     def of(cls, config: EngineConfig, spec: Spec, *, draft_len: int, mtp: bool, kv: str | None = None) -> Sizes:
         element = float(getattr(torch, config.dtype).itemsize)
         state = "fp32" if config.state_dtype == "float32" else "bf16"
-        build = Build(kv=kv or ("fp32" if element == 4 else "bf16"), state=state)
+        build = Build(kv=kv or kv_format(config), state=state)
         return cls(
             page=kv_bytes_per_token(spec, build, mtp=mtp) * PAGE_SIZE,
             slot=slot_bytes(spec, 1 + draft_len, build, element=element),
@@ -186,6 +205,7 @@ def plan_memory(
         raise ConfigError(
             f"max_model_len {asked_len} is more than the checkpoint's {positions} positions (max_position_embeddings)."
         )
+    check_kv_format(config, spec)
     sizes = Sizes.of(config, spec, draft_len=draft_len, mtp=mtp, kv=kv)
     longest, drafted = asked_len or positions, 2 * draft_len
     n_host = int(config.snapshot_host_gb * GB / sizes.snapshot) if config.prefix_caching else 0
@@ -201,6 +221,7 @@ def plan_memory(
             context=min(context, positions),
             element=element,
             unpacked_experts=0 if machine.kind == "cpu" else UNPACKED_EXPERTS,
+            unpacked_kv=machine.kind == "cpu" and config.kv_cache_dtype in FORMATS,
         )
 
     def page_bytes(n: int) -> float:
@@ -320,6 +341,7 @@ def plan_memory(
         n_host_snapshots=n_host if n_snapshots else 0,
         max_num_seqs=n_seqs,
         max_model_len=max_model_len,
+        kv_format=kv or (config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),
         notes=tuple(notes),
     )
     assert plan.used <= capacity, plan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebox.kernels import configs
 from onebox.kernels.linear import Workspace, launch
-from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, heads_of
 from onebox.kernels.tile import launch_next, paired_column, wait_previous
 
 MAX_CHUNKS = 128
@@ -172,13 +172,13 @@ def rotate_and_write(
     q_norm: Tensor,
     k_norm: Tensor,
     rope: tuple[Tensor, Tensor],
-    pages: Tensor,
+    pages: Pages,
     kv_slot: Tensor,
     n_heads: int,
     eps: float,
 ) -> Tensor:
     """Head norms and rotary positions of qkv [T, 2 H D + 2 Hkv D]; keys and values go to `pages`. Gives q [T, H, D]."""
-    rows, (n_kv, d), (cos, sin) = qkv.shape[0], pages.shape[3:], rope
+    rows, (n_kv, d), (cos, sin) = qkv.shape[0], heads_of(pages), rope
     q = torch.empty(rows, n_heads, d, dtype=qkv.dtype, device=qkv.device)
     _rotate_kernel[(rows, n_heads + 2 * n_kv)](
         qkv, qkv.stride(0), q, pages, kv_slot, cos, sin, q_norm, k_norm, eps,
@@ -192,7 +192,7 @@ def gated_attention(
     q_norm: Tensor,
     k_norm: Tensor,
     rope: tuple[Tensor, Tensor],
-    pages: Tensor,
+    pages: Pages,
     page_table: Tensor,
     kv_slot: Tensor,
     positions: Tensor,
@@ -212,7 +212,7 @@ def gated_attention(
     a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out as `wants_pairs`
     says.
     """
-    rows, (n_kv, d) = qkv.shape[0], pages.shape[3:]
+    rows, (n_kv, d) = qkv.shape[0], heads_of(pages)
     device, batch = qkv.device, page_table.shape[0]
     c = configs.config("attention", device)
     q = rotate_and_write(qkv, q_norm, k_norm, rope, pages, kv_slot, n_heads, eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebox.kernels import configs
 from onebox.kernels.paged_attention import rotate_and_write
-from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, heads_of
 from onebox.kernels.row_tiles import RowTiles
 
 LOG2_E = 1.4426950408889634
@@ -106,7 +106,7 @@ def gated_prefill_attention(
     q_norm: Tensor,
     k_norm: Tensor,
     rope: tuple[Tensor, Tensor],
-    pages: Tensor,
+    pages: Pages,
     page_table: Tensor,
     kv_slot: Tensor,
     query_start: Tensor,
@@ -130,7 +130,7 @@ def gated_prefill_attention(
 def attend(
     q: Tensor,
     qkv: Tensor,
-    pages: Tensor,
+    pages: Pages,
     page_table: Tensor,
     query_start: Tensor,
     context_len: Tensor,
@@ -138,7 +138,7 @@ def attend(
     kv_start: int = 0,
 ) -> Tensor:
     """Turned queries q [T, H, D] over pages that hold their keys already, times the gates of qkv: [T, H D]."""
-    (n_rows, n_heads, d), n_kv, device = q.shape, pages.shape[3], q.device
+    (n_rows, n_heads, d), (n_kv, _), device = q.shape, heads_of(pages), q.device
     c = configs.config("prefill_attention", device)
     assert tiles.size == c.block_n and qkv.stride(1) == 1 and page_table.is_contiguous()
     out = torch.empty(n_rows, n_heads * d, dtype=q.dtype, device=device)

@@ -253,9 +253,17 @@ class QuantizedPages:
     v_turn: Tensor | None  # [D, D] fp32
 
     @classmethod
-    def allocate(cls, form: PageFormat, n_pages: int, device: torch.device) -> QuantizedPages:
-        """Zeroed pages: every vector in them decodes to zeros."""
-        k, v = (rotation(g).to(device, torch.float32) if turned(g) else None for g in (form.k, form.v))
+    def allocate(
+        cls,
+        form: PageFormat,
+        n_pages: int,
+        device: torch.device,
+        k_order: Tensor | None = None,
+        v_order: Tensor | None = None,
+    ) -> QuantizedPages:
+        """Zeroed pages: every vector in them decodes to zeros. The orders are those of `rotation`."""
+        both = (form.k, k_order), (form.v, v_order)
+        k, v = (rotation(g, order).to(device, torch.float32) if turned(g) else None for g, order in both)
         return cls(torch.zeros(n_pages, form.page_bytes, dtype=torch.uint8, device=device), form, k, v)
 
     def write(self, k: Tensor, v: Tensor, kv_slot: Tensor) -> None:

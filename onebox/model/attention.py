@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from onebox.kernels.paged_attention_ref import paged_attention_ref, write_kv_ref
+from onebox.kernels.paged_attention_ref import Pages, paged_attention_ref, write_kv_ref
 from onebox.kernels.weights import Weight
 from onebox.model.layers import linear, rms_norm, rotate
 from onebox.request import Batch
@@ -33,7 +33,7 @@ def attention(
     x: Tensor,
     w: AttentionWeights,
     batch: Batch,
-    kv: Tensor,
+    kv: Pages,
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     kv_start: int = 0,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from onebox.kernels.paged_attention_ref import Pages
 from onebox.model.attention import AttentionWeights, attention
 from onebox.model.cache import GdnState
 from onebox.model.gated_delta import GatedDeltaWeights, gated_delta
@@ -33,7 +34,7 @@ def attention_block(
     x: Tensor,
     w: BlockWeights,
     batch: Batch,
-    kv: Tensor,
+    kv: Pages,
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     kv_start: int = 0,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from onebox.kernels.gated_delta_ref import apply_rows_ref
-from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages
+from onebox.kernels.turboquant_ref import PageFormat, QuantizedPages
 from onebox.spec import Spec
 
 
@@ -40,6 +41,25 @@ class GdnSnapshot:
 
 
 @dataclass(frozen=True)
+class KvLayout:
+    """What KV pages hold: numbers of a type, or a page format by name. `channels`: each attention layer's dimensions of
+    keys and of values, outliers first; none: as they are."""
+
+    format: torch.dtype | str
+    channels: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    def allocate(self, spec: Spec, n_layers: int, n_pages: int, device: torch.device) -> tuple[Pages, ...]:
+        """Zeroed pages of `n_layers` layers."""
+        n_kv, d = spec.n_kv_heads, spec.head_dim
+        if isinstance(self.format, torch.dtype):
+            shape = n_pages, 2, PAGE_SIZE, n_kv, d
+            return tuple(torch.zeros(shape, dtype=self.format, device=device) for _ in range(n_layers))
+        form = PageFormat.of(self.format, n_kv, d, PAGE_SIZE)
+        orders = self.channels or ((None, None),) * n_layers
+        return tuple(QuantizedPages.allocate(form, n_pages, device, *order) for order in orders)
+
+
+@dataclass(frozen=True)
 class Cache:
     """All device memory that outlives a step. Page 0 and slot 0 belong to nobody: padding rows may write there.
 
@@ -48,7 +68,7 @@ class Cache:
     i + 1: so entries [0, n) always depend on tokens [0, n) alone, for every layer.
     """
 
-    kv: tuple[Tensor, ...]  # per attention layer, MTP layers last: [n_pages, 2, PAGE_SIZE, Hkv, D]
+    kv: tuple[Pages, ...]  # per attention layer, MTP layers last: [n_pages, 2, PAGE_SIZE, Hkv, D], or in a format
     gdn: tuple[GdnState, ...]
     hidden: Tensor  # [n_slots, 1 + W, H]
     snapshots: tuple[GdnSnapshot, ...]
@@ -67,8 +87,12 @@ class Cache:
         device: torch.device,
         mtp: bool,
         state_dtype: torch.dtype = torch.float32,
+        kv: KvLayout | None = None,
     ) -> Cache:
-        """Zeroed memory for `n_pages` pages and `n_slots` slots (both count the null one); `window` rows a slot."""
+        """Zeroed memory for `n_pages` pages and `n_slots` slots (both count the null one); `window` rows a slot.
+
+        `kv` says what pages hold; None: `dtype`.
+        """
 
         def zeros(*shape: int, of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
@@ -77,7 +101,7 @@ class Cache:
         history, channels, fp32 = spec.conv_width - 1, spec.conv_channels, torch.float32
         n_attention = spec.n_attention_layers + (spec.n_mtp_layers if mtp else 0)
         return cls(
-            kv=tuple(zeros(n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim) for _ in range(n_attention)),
+            kv=(kv or KvLayout(dtype)).allocate(spec, n_attention, n_pages, device),
             gdn=tuple(
                 GdnState(
                     s=zeros(n_slots, hv, dk, dv, of=state_dtype),
@@ -102,7 +126,8 @@ class Cache:
     def copy_page(self, src: int, dst: int) -> None:
         """Copy one page in every attention layer."""
         for kv in self.kv:
-            kv[dst] = kv[src]
+            data = kv if isinstance(kv, Tensor) else kv.data
+            data[dst] = data[src]
 
     def save_state(self, slot: int, commit: int, snapshot: int) -> None:
         """Keep the state of `slot` as it is after `commit` rows of its pending window. The slot itself is unchanged."""

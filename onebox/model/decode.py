@@ -18,6 +18,7 @@ from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.gated_delta_ref import WindowState, WindowWeights
 from onebox.kernels.linear_ref import Residual
 from onebox.kernels.moe_ref import Chosen, Routing
+from onebox.kernels.paged_attention_ref import Pages
 from onebox.kernels.weights import Weight, cat, dequantize, rows, same_format
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights
@@ -153,7 +154,7 @@ def decode_layers(
     final_norm: Tensor,
     window: Window,
     states: Sequence[WindowState],
-    pages: Sequence[Tensor],
+    pages: Sequence[Pages],
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     workspace: linear.Workspace,

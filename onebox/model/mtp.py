@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from onebox.kernels.paged_attention_ref import Pages
 from onebox.kernels.weights import Weight
 from onebox.model.block import BlockWeights, attention_block
 from onebox.model.layers import Rope, linear, rms_norm
@@ -46,7 +47,7 @@ def mtp(
     hidden: Tensor,
     w: MtpWeights,
     batch: Batch,
-    kv: Tensor,
+    kv: Pages,
     rope: Rope,
     spec: Spec,
     tiles: Tiles | None = None,

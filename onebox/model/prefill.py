@@ -12,6 +12,7 @@ from torch import Tensor
 from onebox.kernels import gated_delta_prefill, prefill_attention
 from onebox.kernels.gated_delta_ref import CHUNK, WindowState, WindowWeights
 from onebox.kernels.gemm import matmul_side_by_side
+from onebox.kernels.paged_attention_ref import Pages
 from onebox.kernels.row_tiles import RowTiles, row_tiles
 from onebox.model.attention import AttentionWeights
 from onebox.model.cache import GdnState
@@ -67,7 +68,7 @@ def attention_rows(
     x: Tensor,
     w: AttentionWeights,
     batch: Batch,
-    kv: Tensor,
+    kv: Pages,
     rope: tuple[Tensor, Tensor],
     spec: Spec,
     kv_start: int,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
-from onebox.model.cache import Cache
+from onebox.model.cache import Cache, KvLayout
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
 
@@ -40,7 +40,15 @@ def even_batch(tokens: Tensor, start: int, table: Tensor) -> Batch:
 class Sequences:
     """`n` sequences of one model, all fed the same number of tokens at a time."""
 
-    def __init__(self, model: Qwen35, n: int, max_tokens: int, *, state_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: Qwen35,
+        n: int,
+        max_tokens: int,
+        *,
+        state_dtype: torch.dtype = torch.float32,
+        kv: KvLayout | None = None,
+    ) -> None:
         self.model, self.length = model, 0
         self.table = page_table(n, max_tokens, model.device)
         self.cache = Cache.allocate(
@@ -53,6 +61,7 @@ class Sequences:
             device=model.device,
             mtp=model.mtp is not None,
             state_dtype=state_dtype,
+            kv=kv,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
