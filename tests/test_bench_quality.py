@@ -147,6 +147,30 @@ def test_the_command_prints_a_row_and_the_gate_decides_its_status(
     assert held["kl"] == 0 and held["needle_recall"] == {"64": 1.0} and len(held["reach"]) == 3
 
 
+def test_kv_formats_are_rows_of_one_build(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "quality.jsonl"
+    argv = [
+        str(TINY),
+        "--against",
+        str(TINY),
+        "--windows",
+        "2",
+        "--window",
+        "100",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    main([*argv, "--kv-cache-dtype", "auto,fp8,tq2.5", "--needles", "64", "--items", "1"])
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]] == ["auto", "fp8", "tq2.5"]
+    auto, fp8, tq = (json.loads(line) for line in out.read_text("utf-8").splitlines())
+    assert auto["kl"] == 0 < fp8["kl"] < tq["kl"] < 1
+    assert (auto["kv"], auto["kv_bytes_per_token"], tq["kv_bytes_per_token"]) == ("auto", 3 * 2048, 3 * 2 * 160 / 2)
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of"):
+        main([*argv, "--kv-cache-dtype", "tq9"])
+
+
 def test_builds_of_two_vocabularies_are_refused() -> None:
     from onebox.bench.quality import Measure
     from onebox.config import EngineConfig

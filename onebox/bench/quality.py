@@ -3,6 +3,8 @@
     onebox bench quality BUILD... --against REFERENCE --needles 512,1024 --key-values 512,1024
     onebox bench quality BUILD --against REFERENCE --text notes.txt --max-kl 0.03 --min-top1 0.9   # exit 3: failed
 
+    onebox bench quality BUILD --against REFERENCE --kv-cache-dtype auto,fp8,tq4 --key-values 512,1024   # KV pages
+
 Texts: plain files are cut into windows one after another, of a .jsonl file each line's `text` gives one window. Left
 out, the packaged held-out meetings and problems are read (onebox/bench/texts). Numbers to recall are made from a seed.
 """
@@ -10,12 +12,13 @@ out, the packaged held-out meetings and problems are read (onebox/bench/texts). 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,11 @@ from onebox.bench.chat import Item, key_value_items, score
 from onebox.bench.record import aligned, append, environment, rounded
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
+from onebox.engine.plan import kv_format
 from onebox.errors import ConfigError
+from onebox.ledger import Build, kv_bytes_per_token
+from onebox.model.cache import KvLayout
+from onebox.model.kv_layout import kv_layout
 from onebox.model.load import Loaded, load_model
 from onebox.model.qwen3_5 import Qwen35
 from onebox.model.sequence import Sequences
@@ -116,17 +123,18 @@ class Thresholds:
         return missed
 
 
-def next_token_logits(model: Qwen35, tokens: Tensor) -> Tensor:
-    """tokens [T] -> fp32 logits [T, V] of one fresh sequence."""
-    return model.logits(Sequences(model, 1, len(tokens)).forward(tokens[None])[0])
+def next_token_logits(model: Qwen35, tokens: Tensor, kv: KvLayout | None = None) -> Tensor:
+    """tokens [T] -> fp32 logits [T, V] of one fresh sequence, over KV pages of layout `kv`."""
+    return model.logits(Sequences(model, 1, len(tokens), kv=kv).forward(tokens[None])[0])
 
 
-def agreement(reference: Qwen35, build: Qwen35, windows: Sequence[Tensor]) -> Agreement:
-    """Over token windows [T] each: every position but the last predicts its successor."""
+def agreement(reference: Qwen35, build: Qwen35, windows: Sequence[Tensor], kv: KvLayout | None = None) -> Agreement:
+    """Over token windows [T] each: every position but the last predicts its successor. `kv`: pages of the build."""
     kl = same = loss = reference_loss = 0.0
     count = 0
     for tokens in windows:
-        ours, theirs = (next_token_logits(m, tokens)[:-1].log_softmax(-1) for m in (build, reference))
+        both = (build, kv), (reference, None)
+        ours, theirs = (next_token_logits(m, tokens, pages)[:-1].log_softmax(-1) for m, pages in both)
         kl += float((theirs.exp() * (theirs - ours)).sum())
         same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
         target = tokens[1:, None]
@@ -136,9 +144,9 @@ def agreement(reference: Qwen35, build: Qwen35, windows: Sequence[Tensor]) -> Ag
     return Agreement(kl / count, same / count, math.exp(loss / count), math.exp(reference_loss / count), count)
 
 
-def greedy(model: Qwen35, prompts: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
+def greedy(model: Qwen35, prompts: Tensor, n_new: int, kv: KvLayout | None = None) -> tuple[Tensor, Tensor]:
     """prompts [n, T] -> tokens [n, T + n_new] and hidden states [n, T + n_new - 1, H]."""
-    run = Sequences(model, len(prompts), prompts.shape[1] + n_new)
+    run = Sequences(model, len(prompts), prompts.shape[1] + n_new, kv=kv)
     tokens, hidden = prompts, [run.forward(prompts)]
     for _ in range(n_new - 1):
         best = model.logits(hidden[-1][:, -1]).argmax(-1, keepdim=True)
@@ -148,12 +156,14 @@ def greedy(model: Qwen35, prompts: Tensor, n_new: int) -> tuple[Tensor, Tensor]:
     return torch.cat((tokens, best), dim=1), torch.cat(hidden, dim=1)
 
 
-def acceptance(model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DRAFTS) -> Acceptance:
+def acceptance(
+    model: Qwen35, prompts: Tensor, n_new: int = 64, drafts: int = DRAFTS, kv: KvLayout | None = None
+) -> Acceptance:
     """Draft along the model's own greedy continuations of prompts [n, T], step by step as speculation would."""
-    tokens, hidden = greedy(model, prompts, n_new)
+    tokens, hidden = greedy(model, prompts, n_new, kv)
     reached, steps = [0] * drafts, 0
     for row, states in zip(tokens, hidden, strict=True):
-        run = Sequences(model, 1, len(row) + drafts)
+        run = Sequences(model, 1, len(row) + drafts, kv=kv)
         done, known = 1, prompts.shape[1] + 1  # drafter rows done; tokens known, the last not yet read by the model
         while known + drafts <= len(row):
             out = run.draft(row[None, done:known], done, states[done - 1 : known - 1])
@@ -262,12 +272,14 @@ class Measure:
                 f"{config.model} has a vocabulary of {build.model.spec.vocab}, its reference {reference.spec.vocab}; "
                 "compare builds of one model."
             )
+        kv = kv_layout(build.model, config.kv_cache_dtype)
         with torch.inference_mode():
-            same = agreement(reference, build.model, [w.to(build.model.device) for w in self.windows])
+            same = agreement(reference, build.model, [w.to(build.model.device) for w in self.windows], kv)
             drafted = None
             prompts = [w[: self.prompt_tokens] for w in self.windows if len(w) >= self.prompt_tokens]
             if build.model.mtp is not None and prompts:
-                drafted = acceptance(build.model, torch.stack(prompts).to(build.model.device), self.new_tokens)
+                begun = torch.stack(prompts).to(build.model.device)
+                drafted = acceptance(build.model, begun, self.new_tokens, kv=kv)
         found: dict[str, dict[int, float]] = {"needles": {}, "key_values": {}}
         if self.needles or self.key_values:
             engine = Engine(config, build)
@@ -331,6 +343,12 @@ def open_build(path: Path, device: str) -> tuple[EngineConfig, Loaded]:
     return config, loaded
 
 
+def kv_bytes(build: Loaded, config: EngineConfig) -> float:
+    """Bytes of a token's keys and values over all layers, the drafter's too."""
+    definite = config.resolve_device(cuda_devices=torch.cuda.device_count())
+    return kv_bytes_per_token(build.model.spec, Build(kv=kv_format(definite)), mtp=build.model.mtp is not None)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("builds", type=Path, nargs="+", metavar="BUILD")
@@ -349,6 +367,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--min-needles", type=float, help="recall at every length")
     parser.add_argument("--min-key-values", type=float, help="recall at every length")
     parser.add_argument("--min-acceptance", type=shares, default=(), metavar="A,A", help="of 1, 2, ... drafts")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="A,B",
+        help="KV page formats of the builds; the reference's are auto",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, help="file to append result lines to")
@@ -356,20 +380,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("window", "windows", "items", "prompt_tokens", "new_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    formats = args.kv_cache_dtype.split(",")
+    for kv in formats:
+        EngineConfig(model="", kv_cache_dtype=kv)  # a name that is not one is refused before anything is loaded
     bounds = Thresholds(**{name: getattr(args, name) for name in Thresholds.__dataclass_fields__})
     tokenizer = Tokenizer.from_folder(args.against)
     windows, texts = read_windows(tokenizer, args.text, args.window, args.windows)
     measure = Measure(windows, texts, args.needles, args.key_values, args.items, args.prompt_tokens, args.new_tokens)
     reference = open_build(args.against, args.device)[1].model
     rows, failures = [], list[str]()
-    for path in args.builds:
-        config, loaded = open_build(path, args.device)
+    opened: tuple[EngineConfig, Loaded] | None = None
+    for build, kv in itertools.product(args.builds, formats):
+        if kv == formats[0]:
+            opened = open_build(build, args.device)
+        assert opened is not None
+        config, loaded = replace(opened[0], kv_cache_dtype=kv), opened[1]
         found = measure.of(reference, loaded, tokenizer, config)
-        rows.append((path.name, found))
+        name = build.name if formats == ["auto"] else f"{build.name} {kv}"
+        rows.append((name, found))
         missed = bounds.misses(found)
-        failures += [f"{path.name}: {line}" for line in missed]
+        failures += [f"{name}: {line}" for line in missed]
         if args.out:
-            record = {"bench": "quality", "model": args.against.name, "build": path.name}
+            record = {"bench": "quality", "model": args.against.name, "build": build.name, "kv": kv}
+            record |= {"kv_bytes_per_token": kv_bytes(loaded, config)}
             record |= {"text": [file.name for file in args.text], "window": args.window}
             record |= record_of(found, loaded, args.items)
             if bounds != Thresholds():

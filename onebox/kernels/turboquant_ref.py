@@ -210,8 +210,9 @@ def unpack(data: Tensor, bits: int) -> Tensor:
 def quantize_ref(x: Tensor, groups: tuple[Group, ...]) -> tuple[Tensor, Tensor]:
     """x [..., D], rotated where `turned` -> codes uint8 [..., bytes], scales fp16 [..., groups].
 
-    The scale gives the decoded vector the length of the coded one (norm correction), but for e4m3, where it is the
-    largest magnitude over 448.
+    The scale makes the decoded vector's product with x what x's own is, so that over rotations it is x on average, and
+    scores and sums of values are not drawn to zero (Gao & Long: RaBitQ, arXiv 2405.12497). For e4m3 it is the largest
+    magnitude over 448.
     """
     codes, scales = [], []
     for part, g in zip(x.float().split([g.width for g in groups], -1), groups, strict=True):
@@ -224,7 +225,8 @@ def quantize_ref(x: Tensor, groups: tuple[Group, ...]) -> tuple[Tensor, Tensor]:
             length = part.square().sum(-1, keepdim=True).sqrt()
             unit = part * (math.sqrt(g.width) / length.clamp(min=1e-30))
             index = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2)
-            scale = (length / levels[index].square().sum(-1, keepdim=True).sqrt()).clamp(max=FP16_MAX).half()
+            product = (part * levels[index]).sum(-1, keepdim=True)
+            scale = torch.where(product > 0, length.square() / product, 0.0).clamp(max=FP16_MAX).half()
             codes.append(pack(index, g.bits))
         scales.append(scale)
     return torch.cat(codes, -1), torch.cat(scales, -1)
