@@ -448,6 +448,45 @@ def test_numbers_that_mean_nothing_are_not_copied(layout: str, tmp_path: Path) -
             attempt()
 
 
+@pytest.mark.parametrize(
+    ("layout", "value", "finding"),
+    [
+        ("autoround", 0.0, "scale of zero"),
+        ("autoround-g32-asym", 0.0, "scale of zero"),
+        ("autoround", 6e4, "past 10,000"),
+        ("fp8", 0.0, "scale of zero"),
+        ("fp8-ragged", 0.0, "scale of zero"),
+        ("fp8", 1e30, "past 10,000"),
+        ("fp8", -1.0, "negative"),
+        ("int8-head", 0.0, "scale of zero"),
+        ("nvfp4-modelopt", -1.0, "negative"),
+    ],
+)
+def test_lost_and_absurd_scales_are_refused_by_name(layout: str, value: float, finding: str, tmp_path: Path) -> None:
+    written = write(TWIN, tmp_path / "src", layout)
+    module = "lm_head" if layout == "int8-head" else "model.language_model.layers.0.linear_attn.in_proj_z"
+    scale = next(n for n in written.stored if n.startswith(module) and n.rpartition(".")[2] in SCALES)
+    flat = written.stored[scale].float().flatten()
+    flat[-1] = value
+    written.stored[scale] = flat.view(written.stored[scale].shape).to(written.stored[scale].dtype)
+    write_files(tmp_path / "src", json.loads((tmp_path / "src" / "config.json").read_text()), written.stored, shards=3)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(module)}: .*{finding}"):
+        load_model(tmp_path / "src")
+
+
+@pytest.mark.parametrize("scale", ["weight_scale", "weight_scale_2"])
+def test_nvfp4_matrix_without_scales_is_refused_and_a_tiny_block_is_not(scale: str, tmp_path: Path) -> None:
+    written = write(TWIN, tmp_path / "src", "nvfp4-modelopt")
+    name = f"model.language_model.layers.0.linear_attn.in_proj_z.{scale}"
+    settings = json.loads((tmp_path / "src" / "config.json").read_text())
+    if scale == "weight_scale":
+        written.stored[name].view(torch.uint8).view(-1)[0] = 0
+        load_model(write_files(tmp_path / "src", settings, written.stored, shards=3).path)
+    written.stored[name] = torch.zeros_like(written.stored[name].float()).to(written.stored[name].dtype)
+    with pytest.raises(CheckpointError, match=r"in_proj_z: .*(scale of zero|not positive)"):
+        load_model(write_files(tmp_path / "src", settings, written.stored, shards=3).path)
+
+
 @pytest.mark.parametrize("name", ["layers.0.linear_attn.dt_bias", "layers.2.mlp.gate.weight", "norm.weight"])
 def test_nan_in_a_tensor_that_stays_as_it_is_is_refused_by_name(name: str, tmp_path: Path) -> None:
     twin = make_twin()

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from onebox.errors import CheckpointError
-from onebox.kernels.fp8_ref import Fp8Weight
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.int8_ref import Int8Weight
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
-from onebox.kernels.weights import Weight, tensors
+from onebox.kernels.weights import Packed, Weight, tensors
 
+LARGEST_SCALE = 1e4  # weights are around 0.01 to 1
 WAY_OUT = "fetch the checkpoint again, or rebuild it with 'onebox build'"
 
 
@@ -35,21 +35,30 @@ def check_values(name: str, w: Weight) -> None:
     for field, t in tensors(w).items():
         what = "" if field in ("weight", "q") else f"its {field.replace('_', ' ')} "
         require(is_finite(t), f"{what}holds NaN or Inf")
-    if isinstance(w, Int4Weight):
-        require(not _levels_of_zero(w), "a group has values but a scale of zero")
-        require(w.scale.numel() == 0 or float(w.scale.abs().max()) < 1e4, "a scale is past 10,000")
-    elif isinstance(w, Fp8Weight | Nvfp4Weight | Int8Weight):
-        require(w.scale.numel() == 0 or float(w.scale.float().min()) >= 0, "a scale is negative")
-        if isinstance(w, Nvfp4Weight):
-            require(bool((w.global_scale > 0).all()), "the global scale is not positive")
+    if isinstance(w, Tensor) or w.q.numel() == 0:
+        return
+    if not isinstance(w, Int4Weight):  # whose scales may be negative
+        require(float(w.scale.float().min()) >= 0, "a scale is negative")
+    largest = w.global_scale if isinstance(w, Nvfp4Weight) else w.scale
+    require(float(largest.float().abs().max()) < LARGEST_SCALE, f"a scale is past {LARGEST_SCALE:,.0f}")
+    if isinstance(w, Nvfp4Weight):
+        require(bool((w.global_scale > 0).all()), "the global scale is not positive")
+    require(not _lost_scales(w), "has values under a scale of zero")
 
 
-def _levels_of_zero(w: Int4Weight) -> bool:
-    """Whether a symmetric group with a scale of zero has a level that is not zero: its scale was lost."""
-    if w.zero is not None:
-        return False
+def _lost_scales(w: Packed) -> bool:
+    """Whether a scale is zero where the levels are not. An NVFP4 block may be so small; a whole matrix may not."""
     lost = w.scale == 0
     if not bool(lost.any()):
         return False
-    levels = w.q.unflatten(-1, (-1, w.group // 2))
-    return bool((levels[lost] != 0x88).any())
+    if isinstance(w, Nvfp4Weight):
+        return bool(lost.all()) and bool(((w.q & 0x77) != 0).any())
+    if isinstance(w, Int4Weight):
+        low, high = (q.unflatten(-1, (-1, w.group // 2))[lost] for q in (w.q & 15, w.q >> 4))
+        zero = torch.tensor(8, dtype=torch.uint8) if w.zero is None else w.zero[lost][:, None]
+        return bool(((low != zero) | (high != zero)).any())
+    if isinstance(w, Int8Weight):
+        return bool((w.q[lost] != 0).any())
+    n, k = w.q.shape[-2:]
+    wide = lost.repeat_interleave(w.block[0], -2)[..., :n, :].repeat_interleave(w.block[1], -1)[..., :k]
+    return bool((w.q.view(torch.uint8)[wide] & 0x7F != 0).any())
