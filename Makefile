@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 
-.PHONY: serve test test-browser test-all install
+.PHONY: serve test test-browser test-all dist install
 
 serve: $(VENV)/.installed
 	$(BIN)/onebox serve --port $(PORT)
@@ -23,6 +23,13 @@ test-browser: $(VENV)/.installed-dev
 test-all: test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest -m 'slow and not gpu and not browser' --timeout=900
+
+# a wheel and an sdist of what is committed, and the tests of both
+dist: $(VENV)/.installed-dev
+	@test -z "$$(git status --porcelain)" || { echo "uncommitted changes: a release is made of a commit"; exit 1; }
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_release.py --timeout=900
 
 install: $(VENV)/.installed
 
