@@ -85,3 +85,25 @@ def test_gate_and_up_of_different_global_scales_keep_their_own(tmp_path: Path) -
         twin.matrices[name] = twin.matrices[name] * 40
     written = write(twin, tmp_path, "nvfp4-ct")
     assert_reads_as(written, {n: w for n, w in written.meaning.items() if n.startswith("layers.0.mlp.experts")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ct-int4", "ct-int4-asym", "nvfp4-ct"])
+def test_compressed_tensors_itself_reads_the_same(layout: str, tmp_path: Path) -> None:
+    """The library that defines the format, against the reader: the same matrix."""
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+    from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    declared = (LAYOUTS[layout].quantization or {})["config_groups"]["group_0"]["weights"]
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**declared))
+    library = NVFP4PackedCompressor if layout == "nvfp4-ct" else PackedQuantizationCompressor
+    written = write(make_twin(4), tmp_path, layout)
+    reader = WeightReader.open(tmp_path)
+    for name in ("layers.0.linear_attn.in_proj_qkv", "layers.3.self_attn.k_proj", "layers.1.mlp.experts.2.down_proj"):
+        stored = {
+            suffix: written.stored[full] for suffix, full in reader.modules[name].items() if "input" not in suffix
+        }
+        theirs = library.decompress(stored, scheme)["weight"].float()
+        ours = dequantize(reader.read_module(name))
+        assert float((ours - theirs).norm() / theirs.norm()) < 4e-3, name  # the library works in 16 bits
