@@ -285,7 +285,7 @@ def _check_disk(out: Path, needed: int) -> None:
     needed += needed // 100 + (1 << 20)
     free = shutil.disk_usage(out).free
     if free < needed:
-        raise ConfigError(f"{out}: {free / 1e9:.1f} GB free, {needed / 1e9:.1f} GB needed; free some space first.")
+        raise ConfigError(f"{out}: {free / 1e9:.3f} GB free, {needed / 1e9:.3f} GB needed; free some space first.")
 
 
 @contextmanager
