@@ -28,11 +28,13 @@ from onebox.request import Request, SamplingParams
 STEPS = 96
 
 
-def random_engine(model: Qwen35, shape: str, k: int, batch: int, context: int, forced: tuple[float, ...]) -> Engine:
+def random_engine(
+    model: Qwen35, shape: str, k: int, batch: int, context: int, forced: tuple[float, ...], kv_gb: float = 8.0
+) -> Engine:
     """An engine over random weights of a published shape; with drafts, `forced` says how many are kept."""
     report = LoadReport(Path(shape), 0, {}, mtp=True, vision_tensors=0, activation_scales=0, side_files=())
     config = EngineConfig(
-        model=shape, device="cuda", draft_len=k, max_num_seqs=batch, kv_gb=8.0, max_model_len=context, snapshots=4
+        model=shape, device="cuda", draft_len=k, max_num_seqs=batch, kv_gb=kv_gb, max_model_len=context, snapshots=4
     )
     engine = Engine(config, Loaded(model, report))
     assert engine.captured is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import shlex
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,17 @@ def time_cuda(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> 
     return Timing.of([float(start.elapsed_time(end)) for start, end in pairs])
 
 
+def time_cpu(run: Callable[[], object], repeats: int = 20, warmup: int = 3) -> Timing:
+    """Wall-clock time of `run` on a CPU."""
+    samples = []
+    for i in range(warmup + repeats):
+        start = time.perf_counter()
+        run()
+        if i >= warmup:
+            samples.append((time.perf_counter() - start) * 1e3)
+    return Timing.of(samples)
+
+
 def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """`run` as a CUDA graph, after one eager run that compiles what it needs."""
     side = torch.cuda.Stream()
@@ -59,11 +72,11 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def copy_bandwidth(device: torch.device, gigabytes: float = 4.0) -> float:
-    """Bytes a second of a large device-to-device copy, read and written bytes both counted."""
+    """Bytes a second of a large copy in the device's memory, read and written bytes both counted."""
     n = int(gigabytes * 1e9)
     a, b = torch.empty(n, dtype=torch.uint8, device=device), torch.empty(n, dtype=torch.uint8, device=device)
     a.random_()
-    timing = time_cuda(lambda: b.copy_(a), repeats=12)
+    timing = (time_cuda if device.type == "cuda" else time_cpu)(lambda: b.copy_(a), repeats=12)
     return 2 * n / (timing.median_ms * 1e-3)
 
 
@@ -91,9 +104,18 @@ def environment(device: torch.device, known_commit: str | None = None) -> dict[s
     return {
         "commit": known_commit or commit(),
         "command": command_line(),
-        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "versions": versions,
     }
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Processor and threads: what a CPU's figures depend on."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        rows = (line.partition(":") for line in info.read_text().splitlines())
+        name = next((value.strip() for key, _, value in rows if key.strip() == "model name"), name)
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def command_line() -> str:
