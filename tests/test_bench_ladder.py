@@ -70,10 +70,10 @@ def test_the_bottom_rung_is_timed_alone_and_other_text_is_counted() -> None:
 def test_bytes_of_a_cpu_are_fp32_and_those_of_a_gpu_the_builds() -> None:
     spec = SHAPES["qwen3.5-35b-a3b"]
     step = step_bytes(spec, BUILDS["hybrid"], context=500, k=1)
-    assert moved_bytes(spec, BUILDS["hybrid"], 1, 500, unpacked=False) == (step.total, step.total)
+    assert moved_bytes(spec, BUILDS["hybrid"], 1, 500, kv="fp32", unpacked=False) == (step.total, step.total)
     plain = step_bytes(spec, Build(), context=500, k=1)
-    want = 2 * (plain.total - plain.state) + plain.state
-    assert moved_bytes(spec, BUILDS["hybrid"], 1, 500, unpacked=True) == (step.total, want)
+    want = 2 * (plain.total - plain.state) + plain.state  # KV in fp32 is twice its 16 bits
+    assert moved_bytes(spec, BUILDS["hybrid"], 1, 500, kv="fp32", unpacked=True) == pytest.approx((step.total, want))
 
 
 def scripted_rung(monkeypatch: pytest.MonkeyPatch, text: list[int], loaded: object, name: str = "x") -> Any:
@@ -106,20 +106,36 @@ def test_a_failed_check_is_a_line_and_exit_status_3(
     assert not (tmp_path / "l.jsonl").exists()
 
 
+def test_two_rungs_of_the_bundled_model_are_two_lines(tmp_path: Path) -> None:
+    out = tmp_path / "ladder.jsonl"
+    size = "--items 1 --document 64 --chats 1 --max-tokens 4 --windows 1 --window 16 --repeats 1 --rungs 1,2"
+    main([*size.split(), "--device", "cpu", "--out", str(out)])
+    alone, drafted = (json.loads(line) for line in out.read_text().splitlines())
+    assert alone["below"] is None and drafted["below"] == alone["rung"] == "as it is"
+    assert drafted["same_text"] == 1.0 and drafted["same_logits"] and 0 < drafted["roof_share"] < 1
+    assert drafted["commit"] and "threads" in drafted["device"] and "tok_s_over_below" not in alone
+
+
+@pytest.mark.slow
 def test_the_bundled_model_climbs_and_every_line_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "ladder.jsonl"
-    size = "--items 1 --document 200 --chats 1 --max-tokens 6 --windows 1 --window 32 --repeats 1 --rungs 1,5,6"
+    size = "--items 1 --document 200 --chats 1 --max-tokens 6 --windows 1 --window 32 --repeats 1 --rungs 1,6,7,8"
     main([*size.split(), "--device", "cpu", "--out", str(out)])
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r["rung"] for r in records] == ["as it is", "+ prefix cache", "+ prompt compression"]
+    assert [r["rung"] for r in records] == ["as it is", "+ tq4 KV", "+ prefix cache", "+ prompt compression"]
     assert [r["below"] for r in records] == [None, *(r["rung"] for r in records[:-1])]
     for r in records:
         assert r["tok_s"] > 0 and r["ttft_ms"] > 0 and 0 < r["roof_share"] < 1 and r["repeats"] == 1
-        assert r["kl"] == 0.0 and r["top1"] == 1.0 and r["held_as"] == "fp32, unpacked at load"
+        assert r["held_as"] == "fp32, unpacked at load"
         assert r["commit"] and r["command"] and "threads" in r["device"] and r["checks"]
-    assert records[1]["same_text"] == 1.0 and 0 < records[1]["acceptance"] <= 1
-    assert records[1]["checks"][1:] == ["text of the rung below", "text of a cached prompt"]
-    assert records[2]["prompt_tokens"] < 0.8 * records[1]["prompt_tokens"]
+    bare, packed, cached, _ = records
+    assert bare["kl"] == 0.0 and bare["top1"] == 1.0 and bare["kv"] == "fp32"
+    assert packed["kl"] > 0 and packed["kl_below"] == packed["kl"] and packed["kv"] == "tq4"
+    assert packed["kv_bytes_per_token"] < 0.2 * bare["kv_bytes_per_token"]
+    assert cached["same_logits"] and cached["same_text"] == 1.0 and cached["kl"] == packed["kl"]
+    assert 0 < cached["acceptance"] <= 1
+    assert cached["checks"][1:] == ["text of the rung below", "text of a cached prompt"]
+    assert records[3]["prompt_tokens"] < 0.8 * records[2]["prompt_tokens"]
     assert "+ prompt compression" in capsys.readouterr().out
 
 
@@ -147,7 +163,7 @@ def test_builds_of_a_16_bit_checkpoint_are_made_once_and_hold_what_their_rung_sa
         (["--rate", "nan"], "--rate: must be finite, got nan"),
         (["--rate", "0"], "--rate: must be above 0"),
         (["--drafts", "9"], "--drafts: must be 0 to 4 drafts, got 9"),
-        (["--rungs", "99"], "--rungs: there are 6"),
+        (["--rungs", "99"], "--rungs: there are 8"),
         (["--prompt", "5"], "--prompt goes with --shape"),
         (["/no/such/folder"], "no such folder"),
         (["--text", "/no/such/file"], "no such file"),

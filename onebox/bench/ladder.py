@@ -34,8 +34,10 @@ from onebox.bench.record import aligned, append, copy_bandwidth, environment, ro
 from onebox.checkpoint.write import BuildOptions, build
 from onebox.config import EngineConfig, bundled_model
 from onebox.engine.engine import Engine
+from onebox.engine.plan import kv_format
 from onebox.errors import OneboxError
 from onebox.ledger import BUILDS, SHAPES, Build, kv_bytes_per_token, ladder, resident_bytes, step_bytes
+from onebox.model.kv_layout import kv_layout
 from onebox.model.load import Loaded, load_model
 from onebox.model.selfcheck import self_check
 from onebox.request import Request, SamplingParams
@@ -56,6 +58,7 @@ class Technique:
     name: str
     build: Build | None
     k: int = 0
+    kv: str = "auto"  # EngineConfig's kv_cache_dtype
     prefix: bool = False
     rate: float | None = None  # output over input tokens of compressed documents
 
@@ -65,7 +68,9 @@ class Technique:
         return self.rate is None
 
 
-def techniques(packed: bool, drafts: Sequence[int], rate: float, *, mtp: bool = True) -> tuple[Technique, ...]:
+def techniques(
+    packed: bool, drafts: Sequence[int], rate: float, *, mtp: bool = True, kv: Sequence[str] = ()
+) -> tuple[Technique, ...]:
     """Rungs from the bottom. A `packed` checkpoint has its weights already: its rungs are what a server can switch."""
     ks = tuple(k for k in drafts if k) if mtp else ()
     if packed:
@@ -75,6 +80,7 @@ def techniques(packed: bool, drafts: Sequence[int], rate: float, *, mtp: bool = 
         rungs = [Technique("16-bit", BUILDS["bf16"]), *(Technique(r.name, r.build, r.k) for r in wanted)]
         if ks:
             rungs.append(Technique("+ quantised drafter", BUILDS["hybrid"], ks[-1]))
+    rungs += [replace(rungs[-1], name=f"+ {name} KV", kv=name) for name in kv]
     top = rungs[-1]
     cached = replace(top, name="+ prefix cache", prefix=True)
     return (*rungs, cached, replace(cached, name="+ prompt compression", rate=rate))
@@ -124,7 +130,7 @@ class Served:
         config = EngineConfig(
             model=str(path), device=device, draft_len=technique.k, max_num_seqs=1, kv_gb=max(need, 0.05),
             max_model_len=min(context + max(work.caps) + 512, spec.max_positions), prefix_caching=technique.prefix,
-            self_check=False,
+            self_check=False, kv_cache_dtype=technique.kv,
         )  # fmt: skip
         self.engine = Engine(config, loaded)
         self.passes = 0  # each finds an empty prefix cache: it has a salt of its own
@@ -312,27 +318,33 @@ class Paired:
         return found
 
 
-def moved_bytes(spec: Spec, made: Build, k: int, context: int, *, unpacked: bool) -> tuple[float, float]:
+def moved_bytes(spec: Spec, made: Build, k: int, context: int, *, kv: str, unpacked: bool) -> tuple[float, float]:
     """The ledger's bytes of a step: of the build as a GPU holds it, and as this device does.
 
-    `unpacked`: a CPU turns packed weights into fp32 once, when it loads them, and keeps KV in fp32 too.
+    `unpacked`: a CPU turns packed weights into fp32 once, when it loads them; its KV is fp32 or packed.
     """
-    packed = step_bytes(spec, made, context=context, k=k).total
+    packed = step_bytes(spec, replace(made, kv="bf16" if kv == "fp32" else kv), context=context, k=k).total
     if not unpacked:
         return packed, packed
-    plain = step_bytes(spec, replace(Build(), state=made.state), context=context, k=k)
-    return packed, 2 * (plain.total - plain.state) + plain.state
+    plain = step_bytes(spec, replace(Build(), state=made.state, kv=kv), context=context, k=k)
+    as_kept = plain.state + plain.kv * (1 + k / spec.n_attention_layers)  # the drafter reads a layer of KV a pass
+    return packed, 2 * (plain.total - as_kept) + as_kept
 
 
 class CheckFailed(OneboxError):
     """A rung says something else than it must: its speed would mean nothing."""
 
 
+def same_model(rung: Served, below: Served | None) -> bool:
+    """Whether two rungs give the same logits: the same weights over the same KV pages."""
+    return below is not None and below.loaded is rung.loaded and below.technique.kv == rung.technique.kv
+
+
 def check(rung: Served, below: Served | None) -> list[str]:
     """What was looked at before anything is timed. Raises CheckFailed, or CheckpointError for wrong logits."""
     name, done = rung.technique.name, [self_check(rung.loaded.model, rung.path, None)]
     text = rung.short_text()
-    if below is not None and below.loaded is rung.loaded and rung.technique.keeps_text:
+    if below is not None and same_model(rung, below) and rung.technique.keeps_text:
         if text != below.short_text():
             raise CheckFailed(f"{name}: a greedy answer differs from that of {below.technique.name!r}.")
         done.append("text of the rung below")
@@ -397,29 +409,30 @@ class Ladder:
                 loaded = reference if path == self.base else load(path)
             rung = Served(technique, path, loaded, self.work, definite.device, self.context)
             checks = check(rung, below)
-            if below is None or loaded is not below.loaded:
-                known = self.quality(reference, loaded, below)
+            if not same_model(rung, below):
+                known = self.quality(reference, rung, below)
             else:
-                known = {k: v for k, v in known.items() if not k.endswith("_below")} | {"same_weights": True}
+                known = {k: v for k, v in known.items() if not k.endswith("_below")} | {"same_logits": True}
             if below is None and self.first > 1:  # it is there to be paired with
                 below = rung
                 continue
             paired = Paired.run(rung, below, self.repeats)
             recalled, length = rung.recall()
             spec, made = loaded.model.spec, technique.build or nearest(loaded)
-            packed, held = moved_bytes(spec, made, technique.k, self.decode_context, unpacked=cpu)
+            kv = kv_format(rung.engine.config)
+            packed, held = moved_bytes(spec, made, technique.k, self.decode_context, kv=kv, unpacked=cpu)
             seconds = paired.spread("ms_per_step")["ms_per_step"] * 1e-3
             yield {
                 "bench": "ladder", "model": self.base.name, "weights": "checkpoint", "number": number,
                 "rung": technique.name, "below": below.technique.name if below else None,
-                "build": self.describe(technique), "k": technique.k, "prefix_cache": technique.prefix,
+                "build": self.describe(technique), "k": technique.k, "kv": kv, "prefix_cache": technique.prefix,
                 "compress_rate": technique.rate, "batch": 1, "document_tokens": self.context,
                 "protocol": "five-prompts" if self.work.whole else "chats", **paired.fields(),
                 "bytes_per_step": int(held), "build_bytes_per_step": int(packed), "copy_tb_s": rounded(copy / 1e12),
                 "roof_share": None if self.work.whole else rounded(held / copy / seconds, 3),
                 "held_as": "fp32, unpacked at load" if cpu else "packed",
                 "weight_bytes": sum(loaded.report.formats.values()),
-                "kv_bytes_per_token": kv_bytes_per_token(spec, Build(kv="fp32" if cpu else made.kv)),
+                "kv_bytes_per_token": kv_bytes_per_token(spec, Build(kv=kv)),
                 **known, "recall": rounded(recalled, 3), "items": len(self.work.documents),
                 "prompt_tokens": round(length), **self.right(paired), "checks": checks,
             }  # fmt: skip
@@ -437,15 +450,16 @@ class Ladder:
         name = next((n for n, b in BUILDS.items() if b == technique.build), None)
         return name or ", ".join(f"{f.name} {v}" for f in fields(Build) if (v := getattr(technique.build, f.name)))
 
-    def quality(self, reference: Loaded, loaded: Loaded, below: Served | None) -> dict[str, Any]:
+    def quality(self, reference: Loaded, rung: Served, below: Served | None) -> dict[str, Any]:
         """KL, top-1 agreement and perplexity against the base, and the first two against the rung below."""
+        loaded, layout = rung.loaded, kv_layout(rung.loaded.model, rung.technique.kv)
         windows = [w.to(loaded.model.device) for w in self.windows]
         with torch.inference_mode():
-            a = agreement(reference.model, loaded.model, windows)
+            a = agreement(reference.model, loaded.model, windows, layout)
             found = {"kl": rounded(a.kl), "top1": rounded(a.top1), "perplexity": rounded(a.perplexity)}
             found |= {"reference_perplexity": rounded(a.reference_perplexity), "quality_tokens": a.tokens}
-            if below is not None:
-                b: Agreement = agreement(below.loaded.model, loaded.model, windows)
+            if below is not None and below.technique.kv == "auto":
+                b: Agreement = agreement(below.loaded.model, loaded.model, windows, layout)
                 found |= {"kl_below": rounded(b.kl), "top1_below": rounded(b.top1)}
         return found
 
@@ -504,7 +518,7 @@ def climb_shape(
         engine = random_engine(model, shape, technique.k, 1, prompt + 2048, kept, kv_gb=1.0)
         rung = Random(technique, engine, prompt)
         paired = Paired.run(rung, below, repeats)
-        packed, _ = moved_bytes(spec, made, technique.k, prompt + 192, unpacked=False)
+        packed, _ = moved_bytes(spec, made, technique.k, prompt + 192, kv="bf16", unpacked=False)
         seconds = paired.spread("ms_per_step")["ms_per_step"] * 1e-3
         found = {k: v for k, v in paired.fields().items() if "again" not in k}
         yield {
@@ -645,7 +659,8 @@ def recorded(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Itera
     base = args.model or Path(bundled_model())
     packed = is_packed(base)
     loaded_mtp = bool(Spec.from_config(config_of(base)).n_mtp_layers)
-    rungs = techniques(packed, args.drafts, args.rate, mtp=loaded_mtp)
+    kv = ("fp8", "tq4") if record_device(args.device) == "cpu" else ()  # formats are served on a CPU alone yet
+    rungs = techniques(packed, args.drafts, args.rate, mtp=loaded_mtp, kv=kv)
     if args.rungs is not None:
         if max(args.rungs) > len(rungs):
             parser.error(f"argument --rungs: there are {len(rungs)}: {', '.join(r.name for r in rungs)}")
