@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 
-.PHONY: serve test test-browser test-all dist install
+.PHONY: serve test test-browser test-all docs dist install
 
 serve: $(VENV)/.installed
 	$(BIN)/onebox serve --port $(PORT)
@@ -23,6 +23,10 @@ test-browser: $(VENV)/.installed-dev
 test-all: test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[clients]'
 	$(BIN)/python -m pytest -m 'slow and not gpu and not browser' --timeout=900
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "site/index.html"
 
 # a wheel and an sdist of what is committed, and the tests of both
 dist: $(VENV)/.installed-dev
