@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -593,6 +595,92 @@ def chat(
 
 
 @app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests in OpenAI's batch format, one a line.")],
+    output: Annotated[Path | None, typer.Argument(metavar="[OUTPUT]", help="As --out.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File of results; what it holds is skipped.")] = None,
+    errors: Annotated[Path | None, typer.Option(help="File of bad lines; left out: OUT.errors.jsonl.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Server that answers; left out: MODEL, in here.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Its key; also ONEBOX_API_KEY.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Requests at a time; twice --max-num-seqs, or 16.")] = None,
+    attempts: Annotated[int, typer.Option(help="Tries of a request that fails for no fault of its own.")] = 5,
+    timeout: Annotated[float, typer.Option(help="Seconds without a byte before a try has failed.")] = 3600.0,
+    patience: Annotated[float, typer.Option(help="Seconds that the server may be away before the run ends.")] = 300.0,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try results without an answer again.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder. Left out: the bundled test model.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names that requests may ask for.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
+    device: Device = "auto",
+    kv_gb: KvGb = None,
+    gpu_memory_utilization: Utilization = None,
+    memory_floor_gb: Floor = None,
+    speculative_config: Speculative = None,
+    reasoning_parser: Annotated[str, typer.Option(help="qwen3, or none.")] = "qwen3",
+    tool_call_parser: Annotated[str, typer.Option(help="qwen3_coder, qwen3_xml, hermes, or none.")] = "qwen3_coder",
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="JSON, e.g. '{\"enable_thinking\": false}'.", metavar="JSON")
+    ] = None,
+) -> None:
+    """Answer a file of requests, each once; started again after whatever ended it, it goes on.
+
+    Exit status 3: done, and some line or answer is an error.
+    """
+    from onebox.batch.command import batch as run
+    from onebox.batch.run import Limits
+    from onebox.server.serve import ServeOptions, in_background
+
+    if output is not None and out is not None:
+        raise ConfigError(f"two files for the results, {output} and --out {out}; give one.")
+    out = output or out
+    if out is None:
+        raise ConfigError("--out is missing: the file of results; see 'onebox batch --help'.")
+    engine: dict[str, Any] = {
+        "max_model_len": length(max_model_len),
+        "max_num_seqs": None if max_num_seqs == 16 else max_num_seqs,
+        "device": None if device == "auto" else device,
+        "kv_gb": kv_gb,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "memory_floor_gb": memory_floor_gb,
+        **(speculation(speculative_config) if speculative_config else {}),
+    }
+    engine = {name: value for name, value in engine.items() if value is not None}
+    limits = Limits(concurrency or (16 if base_url else 2 * max_num_seqs), attempts, timeout, patience)
+    if base_url is not None:
+        if given := [*engine, *(["model"] if model else []), *(["served_model_name"] if served_model_name else [])]:
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for a model in here; leave it out beside --base-url.")
+        if api_key is None:
+            api_key = next(iter(environment_keys()), None)
+        server: Any = lambda: nullcontext((base_url, api_key))  # noqa: E731
+    else:
+        key = secrets.token_hex(16)  # the port is for this process alone
+        options = ServeOptions(
+            engine=EngineConfig(resolve_model(model, None), max_waiting=max(256, limits.concurrency), **engine),
+            port=0,
+            drain_s=1,
+            api_keys=(key,),
+            served_names=tuple(served_model_name or ()),
+            reasoning_parser=reasoning_parser,
+            tool_parser=tool_call_parser,
+            template_options=json_object(default_chat_template_kwargs, "--default-chat-template-kwargs"),
+        )
+
+        @contextmanager
+        def served() -> Iterator[tuple[str, str]]:
+            with in_background(options, make_engine, say=say) as (url, _):
+                yield url, key
+
+        server = served
+    fix = "change 'model' in the file" + ("" if base_url else ", or give --served-model-name NAME")
+    code = run(source, out, server, limits, errors=errors, retry_failed=retry_failed, quiet=quiet, fix=fix, say=say)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def compress(
     file: Annotated[str, typer.Argument(help="Text file, or - for standard input.")] = "-",
     rate: Annotated[float | None, typer.Option(help="Output over input tokens; 0.5 if no target is given.")] = None,
@@ -716,7 +804,7 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted;
-    `guard` adds 3, flagged, and `doctor` 3, a problem found."""
+    `guard` adds 3, flagged, `doctor` 3, a problem found, and `batch` 3, not all was answered."""
     share_cores()
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:

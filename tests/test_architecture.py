@@ -16,6 +16,7 @@ ORDER = [
     "cli",
     "doctor",
     "integrations",
+    "batch",
     "bench",
     "testing",
     "llm",
