@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import random
 from typing import Any
 
 import pytest
+from serving import tokenizer
 
+from onebox.request import Output
+from onebox.server.chat import Answer, Detokenizer
 from onebox.server.parsers import AnswerParser, Events, Thinking, typed_json, value_types
 
 TOOLS = [
@@ -226,6 +231,76 @@ def test_concatenated_argument_fragments_do_not_depend_on_cuts() -> None:
     text = CASES["types"][0] + CASES["value quotes tags"][0]
     whole = parse([text])
     assert all(parse(parts) == whole for parts in every_cut(text))
+
+
+MOST = 5  # tokens a step: one of the model's own and four drafts
+Seen = tuple[str, str, list[list[str]]]
+
+
+def pushed(parser: AnswerParser, seen: Seen, text: str | None, *, truncated: bool = False) -> tuple[AnswerParser, Seen]:
+    """A copy of the parser that has read `text` (None: the end), and all it has given so far."""
+    parser, events = copy.deepcopy(parser), Events()
+    if text is None:
+        parser.finish(events, truncated=truncated)
+    else:
+        parser.push(text, events)
+    calls = [list(call) for call in seen[2]]
+    for delta in events.calls:
+        if delta.name is not None:
+            calls.append([delta.name, ""])
+        calls[delta.index][1] += delta.arguments
+    return parser, (seen[0] + events.reasoning, seen[1] + events.content, calls)
+
+
+def reached(pieces: list[str], thinking: Thinking) -> list[dict[str, tuple[AnswerParser, Seen]]]:
+    """After each number of tokens, every state in which any row of windows of 1 to MOST tokens can leave the parser.
+
+    Two rows that leave it in the same state go on alike, so that following states covers every row there is.
+    """
+    start = AnswerParser(thinking=thinking, tools=TOOLS), ("", "", list[list[str]]())
+    states: list[dict[str, tuple[AnswerParser, Seen]]] = [{"": start}, *({} for _ in pieces)]
+    for i, before in enumerate(states):
+        for (parser, seen), n in itertools.product(before.values(), range(1, MOST + 1)):
+            if i + n <= len(pieces):
+                after = pushed(parser, seen, "".join(pieces[i : i + n]))
+                key = repr((sorted(vars(after[0]).items(), key=lambda item: item[0]), after[1]))
+                states[i + n].setdefault(key, after)
+        assert len(before) <= 8, f"after {i} tokens: {list(before)}"  # else rows would have to be followed one by one
+    return states
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_of_windows_means_the_same_wherever_the_text_ends(name: str, truncated: bool) -> None:
+    text, thinking, _ = CASES[name]
+    detokenizer = Detokenizer(tokenizer(), skip_special=False)
+    pieces = [detokenizer.push(t) for t in tokenizer().encode(text)]
+    assert "".join(pieces) == text
+    for i, states in enumerate(reached(pieces, thinking)):
+        want = parse(["".join(pieces[:i])], thinking=thinking, truncated=truncated)
+        for parser, seen in states.values():
+            reasoning, content, calls = pushed(parser, seen, None, truncated=truncated)[1]
+            assert (reasoning, content, [tuple(call) for call in calls]) == want, pieces[:i]
+
+
+@pytest.mark.parametrize("step", range(1, MOST + 1))
+def test_an_answer_cut_at_every_token_is_the_same_for_every_size_of_step(step: int) -> None:
+    for name in ("unicode", "value quotes tags", "call in thinking", "json form"):
+        text, thinking, _ = CASES[name]
+        ids = tokenizer().encode(text)
+        for end in range(1, len(ids) + 1):
+            got = []
+            for n, first in ((end, end), *((step, first) for first in range(1, step + 1))):
+                answer = Answer(tokenizer(), AnswerParser(thinking=thinking, tools=TOOLS))
+                edges = [0, *range(min(first, end), end, n), end]
+                deltas = [
+                    answer.push(Output("r", tuple(ids[a:b]), finish_reason="length" if b == end else None))
+                    for a, b in itertools.pairwise(edges)
+                    if b > a
+                ]
+                calls = "".join(c.name or c.arguments for d in deltas for c in d.calls)
+                got.append(("".join(d.reasoning for d in deltas), "".join(d.content for d in deltas), calls))
+            assert all(g == got[0] for g in got), (name, end)
 
 
 def test_call_cut_by_the_token_limit_stays_cut() -> None:
