@@ -25,6 +25,7 @@ MODULES = {
     "engine": "greedy decoding through the engine on a GPU",
     "efficiency": "what plan expects of the engine, from its measured steps",
     "ladder": "one rung a technique, timed with the rung below",
+    "report": "result lines -> docs/results.md and charts",
     "quality": "a build against its reference: KL, top-1, needles",
     "scbench": "SCBench: questions about one context, by turns and requests",
     "chat": "greedy chat answers: how many are right",
