@@ -14,6 +14,7 @@ from serving import client_of, saying
 from test_server_intake import in_place  # noqa: F401  # compression and guard in place: a process each is slow
 
 from onebox.prompt.security import Guard, PhraseDetector
+from onebox.server import app as server_app
 from onebox.server import intake
 
 SCALARS = [
@@ -167,3 +168,59 @@ def test_no_body_gets_a_5xx(seed: int, n: int, monkeypatch: pytest.MonkeyPatch) 
         assert n / 4 < refused < n
 
     asyncio.run(run())
+
+
+WRONG: list[Any] = [{"x": 1}, "\ud800", [None], 2**70, float("nan"), True]
+MORE: list[Any] = [
+    0,
+    -1,
+    1.5,
+    float("-inf"),
+    "",
+    "x",
+    [],
+    [[]],
+    ["x"],
+    [0],
+    {},
+    {"type": "x"},
+    {"type": None, "text": 3},
+]
+
+
+def wrong_bodies(path: str, values: list[Any]) -> list[tuple[str, bytes]]:
+    """For each field of a body, known, refused or without effect, and each place in it: one wrong value a body."""
+    kind, base = (
+        server_app.BODIES[path],
+        {k: v for k, v in BODIES[path].items() if k not in ("stream", "stream_options")},
+    )
+    known = {info.alias or name for name, info in kind.model_fields.items()} - {"stream"}
+    known |= set(getattr(kind, "refused", ())) | set(getattr(kind, "without_effect", ()))
+    inside = [(place[0], replaced(base, place, v)) for place in places(base) if len(place) > 1 for v in values]
+    made = [*((name, {**base, name: v}) for name in sorted(known) for v in values), *inside]
+    return [(name, json.dumps(body).encode()) for name, body in made]
+
+
+@pytest.mark.parametrize("values", [WRONG, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_wrong_value_in_any_field_is_served_or_400_and_named(
+    path: str, values: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "guard_of", lambda policy: Guard(policy, detector=PhraseDetector()))
+
+    async def run() -> int:
+        refused = 0
+        async with client_of(saying("hm\n</think>\n\nok"), drain_s=1) as client:
+            for name, data in wrong_bodies(path, values):
+                response = await client.post(path, content=data)
+                assert response.status_code in (200, 400, 404), (data, response.text)
+                if response.status_code != 200:
+                    refused += 1
+                    error = response.json()["error"]
+                    assert 0 < len(error["message"]) < 600 and "\n" not in error["message"]
+                    told = f"{error.get('param')} {error['message']}"
+                    # a text that is no UTF-8 is a fault of the whole body; a grammar may clash with another field
+                    assert name in told or "not valid JSON" in told or "'tool_choice': 'none'" in told, (data, told)
+        return refused
+
+    assert asyncio.run(run()) > 10

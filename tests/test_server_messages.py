@@ -179,3 +179,32 @@ def test_x_api_key_is_accepted() -> None:
         assert client.messages.create(model="tiny", max_tokens=5, messages=HI).content[0].text == "ok"
         with pytest.raises(anthropic.AuthenticationError):
             client.with_options(api_key="other").messages.create(model="tiny", max_tokens=5, messages=HI)
+
+
+@pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"system": [{"type": "text", "text": "a"}, {"type": "x"}]}, "system[1]"),
+        ({"system": [{"type": "text", "text": 3}]}, "system[0]"),
+        ({"system": "s", "messages": [*HI, {"role": "king", "content": "a"}]}, "messages[1].role"),
+        ({"system": "s", "messages": [*HI, {"role": "user", "content": None}]}, "messages[1].content"),
+        (
+            {"messages": [*HI, {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+            "messages[1].content",
+        ),
+        (
+            {"messages": [*HI, {"role": "user", "content": [{"type": "tool_result", "content": 3}]}]},
+            "messages[1].content",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "t"}]}]},
+            "messages[1].content[0].name",
+        ),
+    ],
+)
+def test_an_error_names_the_place_in_this_api_s_body(path: str, fields: dict[str, Any], place: str) -> None:
+    body = {"messages": HI, **fields} | ({} if path.endswith("tokens") else {"max_tokens": 4})
+    answer = post(saying("x"), path, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"'{place}'"), answer.text

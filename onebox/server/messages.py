@@ -7,8 +7,9 @@ left out. `input_tokens` leaves out what was read from the cache, as that API co
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import re
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -86,16 +87,34 @@ class CountBody(RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
+    def sourced(self) -> list[tuple[str, dict[str, Any]]]:
+        """The chat messages that say the same, each with the place in this body that it comes from."""
+        if isinstance(self.system, str):
+            made = [("system", {"role": "system", "content": self.system})]
+        else:
+            blocks = enumerate(self.system or ())
+            made = [(f"system[{i}]", {"role": "system", "content": [block]}) for i, block in blocks]
+        for i, message in enumerate(self.messages):
+            made += [(f"messages[{i}].content", m) for m in chat_messages(message, f"messages[{i}]")]
+        return made
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors that name a message of the chat name the place in this body instead."""
+        try:
+            yield
+        except RequestError as e:
+            if found := re.match(r"messages\[(\d+)\][\w.\[\]]*", e.param or ""):
+                source = self.sourced()[int(found[1])][0]
+                if found[0].endswith(".role"):
+                    source = source.replace(".content", ".role")
+                e.args = (re.sub(r"'messages\[\d+\][\w.\[\]]*'", f"'{source}'", str(e), count=1),)
+                e.param = source
+            raise
+
     def chat_fields(self) -> dict[str, Any]:
         """The fields of a chat body that say the same. Raises RequestError naming the field of this body."""
-        messages: list[dict[str, Any]] = []
-        if isinstance(self.system, str):
-            messages.append({"role": "system", "content": self.system})
-        else:
-            messages += [{"role": "system", "content": [block]} for block in self.system or ()]
-        for i, message in enumerate(self.messages):
-            messages += chat_messages(message, f"messages[{i}]")
-        fields: dict[str, Any] = {"model": self.model, "messages": messages}
+        fields: dict[str, Any] = {"model": self.model, "messages": [message for _, message in self.sourced()]}
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         fields["chat_template_kwargs"] = {"enable_thinking": thinks}
         if thinks and self.thinking is not None:
@@ -170,6 +189,8 @@ def chat_messages(message: ChatMessage, param: str) -> list[dict[str, Any]]:
             close()
             out.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
         elif kind == "tool_use":
+            if not isinstance(block.get("name"), str):
+                raise RequestError(f"'{param}.content[{i}].name' must be a string.", param=f"{param}.content[{i}].name")
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking":
@@ -194,15 +215,17 @@ def error_json(e: RequestError) -> dict[str, Any]:
 
 async def prepare(service: Service, body: MessagesBody) -> Run:
     """Raises RequestError for all that can be refused."""
-    run = await prepare_chat(service, body.chat_body())
+    with body.naming():
+        run = await prepare_chat(service, body.chat_body())
     return Run(new_id("msg").replace("-", "_"), run.model, run.prompts, run.jobs, run.n, run.body, report=run.report)
 
 
 async def count_tokens(service: Service, body: CountBody) -> dict[str, Any]:
     service.check_ready()
     service.model_name(body.model)
-    chat = translated(ChatBody, body.chat_fields())
-    prompt = await chat_prompt(service, chat, chosen_tools(service, chat)[0])
+    with body.naming():
+        chat = translated(ChatBody, body.chat_fields())
+        prompt = await chat_prompt(service, chat, chosen_tools(service, chat)[0])
     return {"input_tokens": len(prompt.ids)}
 
 
