@@ -90,7 +90,7 @@ class CountBody(RequestBody):
     def sourced(self) -> list[tuple[str, dict[str, Any]]]:
         """The chat messages that say the same, each with the place in this body that it comes from."""
         if isinstance(self.system, str):
-            made = [("system", {"role": "system", "content": self.system})]
+            made: list[tuple[str, dict[str, Any]]] = [("system", {"role": "system", "content": self.system})]
         else:
             blocks = enumerate(self.system or ())
             made = [(f"system[{i}]", {"role": "system", "content": [block]}) for i, block in blocks]
