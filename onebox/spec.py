@@ -133,6 +133,13 @@ class Spec:
         if moe and text.get("norm_topk_prob", True) is not True:
             raise CheckpointError("config.json: 'norm_topk_prob' = false is not supported; expected true.")
 
+        positions = number("max_position_embeddings", least=1)
+        if (
+            rope_type == "yarn" and "original_max_position_embeddings" in rope
+        ):  # which the published way leaves as it is
+            stretched = real("factor", 1.0) * real("original_max_position_embeddings", 1.0)
+            positions = max(positions, int(min(stretched, 2**31 - 1)))
+
         vocab = number("vocab_size")
         every = number("full_attention_interval", 4, 1)
         spec = cls(
@@ -156,7 +163,7 @@ class Spec:
             expert_width=number("moe_intermediate_size") if moe else 0,
             shared_width=number("shared_expert_intermediate_size") if moe else number("intermediate_size"),
             n_mtp_layers=number("mtp_num_hidden_layers", 0),
-            max_positions=number("max_position_embeddings", least=1),
+            max_positions=positions,
             tied=flag("tie_word_embeddings", False),
             norm_eps=real("rms_norm_eps", 1e-6, 1.0),
             dtype=_dtype(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),

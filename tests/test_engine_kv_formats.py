@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +12,11 @@ from onebox import cli
 from onebox.config import KV_CACHE_DTYPES, EngineConfig
 from onebox.engine.engine import Engine
 from onebox.engine.pages import PAGE_SIZE
-from onebox.engine.plan import Machine, plan_memory
+from onebox.engine.plan import Machine, plan_memory, users_that_fit
 from onebox.errors import ConfigError
 from onebox.kernels.paged_attention_ref import paged_attention_ref, write_kv_ref
 from onebox.kernels.turboquant_ref import FORMATS, PageFormat, QuantizedPages
-from onebox.ledger import KV_FORMATS, SHAPES, Build, kv_bytes_per_token
+from onebox.ledger import BUILDS, KV_FORMATS, SHAPES, Build, kv_bytes_per_token, resident_bytes
 from onebox.model.kv_layout import channels
 from onebox.request import Request, SamplingParams
 from tests.test_engine_engine import TINY, requests, run, tokens
@@ -126,6 +128,21 @@ def test_formats_that_are_not_served_are_refused_by_name() -> None:
     odd = SHAPES["qwen3.5-35b-a3b"].__class__(**{**vars(BIG), "head_dim": 80})
     with pytest.raises(ConfigError, match="tq3 needs heads of a multiple of 32 dimensions, these have 80"):
         plan_memory(config, odd, Machine("cpu", "CPU", 1e12, 1e12, 1e12), weights=1e9, draft_len=0, mtp=False)
+
+
+def test_a_million_tokens_fit_where_yarn_allows_them_and_pages_are_small() -> None:
+    """The 122B shape in its hybrid build on a card of 141 GB."""
+    spec = replace(BIG, max_positions=1_048_576)
+    weights = resident_bytes(spec, BUILDS["hybrid"], slots=0).weights
+    machine = Machine("discrete", "GPU", 141e9, 140e9, 64e9)
+    users = {
+        kv: users_that_fit(
+            EngineConfig("m", device="cuda", dtype="bfloat16"), spec, machine,
+            context=1_000_000, weights=weights, draft_len=2, mtp=True, kv=kv,
+        )
+        for kv in ("bf16", "fp8", "tq4")
+    }  # fmt: skip
+    assert users["tq4"] >= 3 * users["bf16"] > 0 and users["bf16"] < users["fp8"] < users["tq4"]
 
 
 def test_the_command_takes_a_format(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,8 @@ def test_lazy_commit_of_any_number_of_rows_equals_the_recurrence(commit: int) ->
     assert (out[0] - want).abs().max() <= 1e-5
 
 
-def test_yarn_frequencies_equal_transformers() -> None:
+@pytest.mark.parametrize("max_positions", [262_144, 1_048_576])  # as published, rope_parameters alone are replaced
+def test_yarn_frequencies_equal_transformers(max_positions: int) -> None:
     from transformers import Qwen3_5MoeTextConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -152,11 +153,13 @@ def test_yarn_frequencies_equal_transformers() -> None:
         "original_max_position_embeddings": 262144,
         "mrope_section": [11, 11, 10],
     }
-    config = Qwen3_5MoeTextConfig(head_dim=256, rope_parameters=rope, max_position_embeddings=1048576)
+    config = Qwen3_5MoeTextConfig(head_dim=256, rope_parameters=rope, max_position_embeddings=max_positions)
     want, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    got = Rope.from_spec(Spec.from_config(config.to_dict()), torch.device("cpu"))
+    spec = Spec.from_config(config.to_dict())
+    got = Rope.from_spec(spec, torch.device("cpu"))
     assert torch.allclose(got.inv_freq, want, rtol=1e-5)
     assert got.scale == pytest.approx(scale)
+    assert spec.max_positions == 1_048_576
 
 
 def test_bundled_model_runs_in_16_bit_close_to_fp32() -> None:
