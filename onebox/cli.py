@@ -196,6 +196,14 @@ def serve(
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     enable_chunked_prefill: Annotated[bool, typer.Option(help="Accepted; always on.")] = True,
     kv_cache_dtype: KvCacheDtype = "auto",
+    prefill_attention: Annotated[
+        str, typer.Option(help="dense; minference: sparse patterns in long prompts; auto: where they pay.")
+    ] = "dense",
+    sparse_from: Annotated[int | None, typer.Option(help="Tokens of a prompt below which attention is dense.")] = None,
+    sparse_table: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Patterns a head, of onebox bench sparse-search.")
+    ] = None,
+    prefill_kernels: Annotated[bool, typer.Option(help="Prompts through Triton kernels on CUDA.")] = False,
     reasoning_parser: Annotated[str, typer.Option(help="qwen3, or none.")] = "qwen3",
     enable_auto_tool_choice: Annotated[bool, typer.Option(help="Accepted; tools are served anyway.")] = True,
     tool_call_parser: Annotated[str, typer.Option(help="qwen3_coder, qwen3_xml, hermes, or none.")] = "qwen3_coder",
@@ -295,6 +303,10 @@ def serve(
             **speculation(speculative_config, adaptive_drafts),
             draft_vocab=draft_vocab,
             kv_cache_dtype=kv_format_of(kv_cache_dtype),
+            prefill_attention=prefill_attention,
+            sparse_from=sparse_from,
+            sparse_table=sparse_table,
+            prefill_kernels=prefill_kernels,
             kv_gb=kv_gb,
             gpu_memory_utilization=gpu_memory_utilization,
             memory_floor_gb=memory_floor_gb,

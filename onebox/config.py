@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_DRAFT_LEN = 4
 STATE_DTYPES = ("float32", "bfloat16")
+PREFILL_ATTENTION = ("dense", "minference", "auto")
 DRAFT_METHODS = ("mtp", "ngram")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "k8v4", "tq4", "tq3.5", "tq3", "tq2.5")
 
@@ -39,6 +40,10 @@ class EngineConfig:
     drafts come from the first so many tokens alone; what is said stays the same.
     `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
     captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits.
+    `prefill_kernels` runs prompts' token mixers through Triton kernels too, on CUDA in 16 bits.
+    `prefill_attention` "minference" lets the heads of prompts read by sparse patterns (`sparse_table`, a JSON file;
+    else one for all) in spans that begin at `sparse_from` tokens or later (None: 16,384); "auto" does so where sparse
+    is expected to pay (None: 65,536).
     `self_check` refuses a checkpoint whose logits for a fixed prompt are wrong, once it is loaded (model/selfcheck.py).
     A server runs the engine in a process of its own unless `single_process`, and restarts it when one step lasts
     `stall_s` seconds. Raises ConfigError naming the value out of range.
@@ -66,6 +71,10 @@ class EngineConfig:
     snapshot_every: int = 2048
     snapshots: int | None = None
     snapshot_host_gb: float = 0.0
+    prefill_attention: str = "dense"
+    sparse_from: int | None = None
+    sparse_table: str | None = None
+    prefill_kernels: bool = False
     fused: bool | None = None
     cuda_graphs: bool | None = None
     debug: bool = False
@@ -82,6 +91,13 @@ class EngineConfig:
         check(self.dtype in DTYPES, "dtype", "one of " + ", ".join(DTYPES))
         check(self.state_dtype in STATE_DTYPES, "state_dtype", "one of " + ", ".join(STATE_DTYPES))
         check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", "one of " + ", ".join(KV_CACHE_DTYPES))
+        check(
+            self.prefill_attention in PREFILL_ATTENTION, "prefill_attention", "one of " + ", ".join(PREFILL_ATTENTION)
+        )
+        check(self.sparse_from is None or self.sparse_from >= 0, "sparse_from", "0 or more")
+        if self.prefill_attention == "dense" and (self.sparse_from is not None or self.sparse_table is not None):
+            name = "sparse_from" if self.sparse_from is not None else "sparse_table"
+            raise ConfigError(f"{name} needs prefill_attention minference or auto; dense reads everything.")
         check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2")
         check(self.max_num_seqs >= 1, "max_num_seqs", "at least 1")
         check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1")

@@ -27,6 +27,7 @@ def make_twin(
     n_layers: int = 4,
     hidden: int = 64,
     seed: int = 0,
+    max_positions: int = 1024,
 ) -> nn.Module:
     """Write the checkpoint of a random model with an MTP head into `folder`; give the transformers model of it."""
     torch.manual_seed(seed)
@@ -42,7 +43,7 @@ def make_twin(
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
         "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
         "eos_token_id": 2,
         "mtp_num_hidden_layers": 1,

@@ -28,11 +28,13 @@ from onebox.engine.sequence import Phase, Sequence
 from onebox.engine.speculate import Drafter, DraftLengths, News, PromptLookup, accept, choose
 from onebox.engine.states import SnapshotSlots
 from onebox.errors import CheckpointError, ContextLengthError, RequestError
+from onebox.kernels.sparse_attention_ref import SPAN
 from onebox.ledger import BUILDS, Build
 from onebox.model.cache import Cache
 from onebox.model.kv_layout import kv_layout
 from onebox.model.load import Loaded, load_model
 from onebox.model.selfcheck import self_check
+from onebox.model.sparse import SparsePrefill
 from onebox.request import FinishReason, Output, Request
 from onebox.spec import Spec
 
@@ -82,6 +84,11 @@ class Engine:
         if config.draft_vocab is not None:
             model = replace(model, draft_vocab=min(config.draft_vocab, spec.vocab))
         draft_len = drafts_of(config, mtp=model.mtp is not None)
+        self.sparse: SparsePrefill | None = None
+        if config.prefill_attention != "dense":
+            table = Path(config.sparse_table) if config.sparse_table else None
+            self.sparse = SparsePrefill.of(config.prefill_attention, spec, config.sparse_from, table)
+        model = replace(model, sparse=self.sparse, prefill_kernels=config.prefill_kernels)
         config = replace(config, draft_len=draft_len, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs)
         self.config = config
         self.draft_len, self.max_model_len = draft_len, plan.max_model_len
@@ -124,15 +131,19 @@ class Engine:
         """No request, nothing cached, nothing counted. Nothing may be under way."""
         config, plan = self.config, self.plan
         pages = Pool(plan.n_pages)
+        build, grain = plan.kv_format, PAGE_SIZE
+        if self.sparse is not None:  # a span computed in one piece has one index, wherever the budget cuts
+            build += f"+{self.sparse.key}"
+            grain = SPAN if config.max_num_batched_tokens >= 2 * SPAN else PAGE_SIZE
         self.scheduler = Scheduler(
             pages,
             Pool(config.max_num_seqs),
-            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots), build=plan.kv_format),
+            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots), build=build),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
             snapshot_every=config.snapshot_every,
-            grain=PAGE_SIZE,
+            grain=grain,
         )
         self.sequences: dict[str, Sequence] = {}
         self._counts: Counter[str] = Counter()

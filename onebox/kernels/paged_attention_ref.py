@@ -45,14 +45,13 @@ def paged_attention_ref(
     are [query_start[b], query_start[b+1]). Gives [T, H, D]. A row with no entry to attend to gives zeros.
     Keys and values stay rotated as they are stored: the queries are turned instead, and the sums turned back.
     """
-    if isinstance(pages, QuantizedPages) and pages.k_turn is not None:
-        q = (q.float() @ pages.k_turn).to(q.dtype)
+    q = turned_queries(q, pages)
     out = torch.zeros_like(q)
     for b, (start, end) in enumerate(pairwise(query_start)):
         if start == end:
             continue
         length = int(positions[end - 1]) + 1  # positions rise within a sequence
-        both = _entries(pages, page_table[b, : -(-length // PAGE_SIZE)])
+        both = entries(pages, page_table[b, : -(-length // PAGE_SIZE)])
         k, v = (x[kv_start:length].transpose(0, 1).to(q.dtype) for x in both)
         rows = q[start:end].transpose(0, 1)
         entry = torch.arange(kv_start, length, device=q.device)
@@ -63,12 +62,24 @@ def paged_attention_ref(
             continue
         attended = F.scaled_dot_product_attention(rows[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
         out[start:end] = torch.where(mask.any(-1)[:, None, None], attended.transpose(0, 1), 0.0)
+    return turned_back(out, pages)
+
+
+def turned_queries(q: Tensor, pages: Pages) -> Tensor:
+    """Queries [..., D] turned as the pages' keys are stored."""
+    if isinstance(pages, QuantizedPages) and pages.k_turn is not None:
+        return (q.float() @ pages.k_turn).to(q.dtype)
+    return q
+
+
+def turned_back(out: Tensor, pages: Pages) -> Tensor:
+    """Sums of stored values [..., D], as they were before the pages turned them."""
     if isinstance(pages, QuantizedPages) and pages.v_turn is not None:
-        out = (out.float() @ pages.v_turn.T).to(out.dtype)
+        return (out.float() @ pages.v_turn.T).to(out.dtype)
     return out
 
 
-def _entries(pages: Pages, ids: Tensor) -> tuple[Tensor, Tensor]:
+def entries(pages: Pages, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [n * PAGE_SIZE, Hkv, D] of pages ids [n], in order."""
     if isinstance(pages, QuantizedPages):
         return pages.read(ids)

@@ -10,6 +10,7 @@ from torch import Tensor
 from onebox.kernels.paged_attention_ref import Pages, paged_attention_ref, write_kv_ref
 from onebox.kernels.weights import Weight
 from onebox.model.layers import linear, rms_norm, rotate
+from onebox.model.sparse import SparseLayer
 from onebox.request import Batch
 from onebox.spec import Spec
 
@@ -38,17 +39,21 @@ def attention(
     spec: Spec,
     kv_start: int = 0,
     tiles: Tiles | None = None,
+    sparse: SparseLayer | None = None,
 ) -> Tensor:
     """x [T, H] -> [T, H]. Writes the rows' K and V into `kv` first; entries below `kv_start` are never read."""
     if tiles is not None:
         from onebox.model.prefill import attention_rows
 
-        return attention_rows(x, w, batch, kv, rope, spec, kv_start, tiles.attention)
+        return attention_rows(x, w, batch, kv, rope, spec, kv_start, tiles.attention, sparse)
     cos, sin = rope
     q, gate = linear(x, w.q).unflatten(-1, (spec.n_heads, 2, spec.head_dim)).unbind(-2)
     k, v = (linear(x, p).unflatten(-1, (spec.n_kv_heads, spec.head_dim)) for p in (w.k, w.v))
     q = rotate(rms_norm(q, w.q_norm, spec.norm_eps), cos, sin)
     k = rotate(rms_norm(k, w.k_norm, spec.norm_eps), cos, sin)
     write_kv_ref(k, v, kv, batch.kv_slot)
-    out = paged_attention_ref(q, kv, batch.page_table, batch.positions, batch.query_start.tolist(), kv_start)
+    if sparse is not None:
+        out = sparse.attend(q, kv, batch.page_table, kv_start)
+    else:
+        out = paged_attention_ref(q, kv, batch.page_table, batch.positions, batch.query_start.tolist(), kv_start)
     return linear((out * gate.sigmoid()).flatten(-2), w.out)

@@ -13,6 +13,7 @@ from onebox.model.cache import GdnState
 from onebox.model.gated_delta import GatedDeltaWeights, gated_delta
 from onebox.model.layers import MlpWeights, add_rms_norm, mlp, rms_norm
 from onebox.model.moe import MoeWeights, moe
+from onebox.model.sparse import SparseLayer
 from onebox.request import Batch
 from onebox.spec import Spec
 
@@ -39,11 +40,12 @@ def attention_block(
     spec: Spec,
     kv_start: int = 0,
     tiles: Tiles | None = None,
+    sparse: SparseLayer | None = None,
 ) -> Tensor:
     """x [T, H] -> [T, H] through a full-attention layer. `tiles`: prompts' rows, through the kernels."""
     assert isinstance(w.mixer, AttentionWeights)
     y = rms_norm(x, w.mixer_norm, spec.norm_eps)
-    return _mlp(x, attention(y, w.mixer, batch, kv, rope, spec, kv_start, tiles), w, spec)
+    return _mlp(x, attention(y, w.mixer, batch, kv, rope, spec, kv_start, tiles, sparse), w, spec)
 
 
 def gdn_block(

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from onebox.kernels import gated_delta_prefill, prefill_attention
 from onebox.kernels.gated_delta_ref import CHUNK, WindowState, WindowWeights
 from onebox.kernels.gemm import matmul_side_by_side
-from onebox.kernels.paged_attention_ref import Pages
+from onebox.kernels.paged_attention import rotate_and_write
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, entries
 from onebox.kernels.row_tiles import RowTiles, row_tiles
+from onebox.kernels.sparse_attention import sparse_attend
 from onebox.model.attention import AttentionWeights
 from onebox.model.cache import GdnState
 from onebox.model.gated_delta import GatedDeltaWeights
 from onebox.model.layers import linear
+from onebox.model.sparse import SparseLayer
 from onebox.request import Batch
 from onebox.spec import Spec
 
@@ -73,15 +77,49 @@ def attention_rows(
     spec: Spec,
     kv_start: int,
     tiles: RowTiles,
+    sparse: SparseLayer | None = None,
 ) -> Tensor:
     """`attention` for x [T, H] of a prefill batch."""
     qkv = matmul_side_by_side(x, (w.q, w.k, w.v))
     cos, sin = (r.contiguous() for r in rope)
+    if sparse is not None:
+        return linear(_sparse_rows(qkv, w, batch, kv, (cos, sin), spec, kv_start, sparse), w.out)
     y = prefill_attention.gated_prefill_attention(
         qkv, w.q_norm, w.k_norm, (cos, sin), kv, batch.page_table, batch.kv_slot, batch.query_start, batch.context_len,
         spec.n_heads, spec.norm_eps, tiles, kv_start,
     )  # fmt: skip
     return linear(y, w.out)
+
+
+def _sparse_rows(
+    qkv: Tensor,
+    w: AttentionWeights,
+    batch: Batch,
+    kv: Pages,
+    rope: tuple[Tensor, Tensor],
+    spec: Spec,
+    kv_start: int,
+    sparse: SparseLayer,
+) -> Tensor:
+    """`gated_prefill_attention`, sequence by sequence: by the heads' patterns where those begin, dense below."""
+    assert isinstance(kv, Tensor), "page formats are read by the dense kernels"
+    q = rotate_and_write(qkv, w.q_norm, w.k_norm, rope, kv, batch.kv_slot, spec.n_heads, spec.norm_eps)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    size = prefill_attention.tile_rows(q.device)
+    for b, (start, end, first) in enumerate(sparse.sequences):
+        rows, length = slice(start, end), first + end - start
+        if start == end:
+            continue
+        if length > sparse.sparse_from:
+            k = entries(kv, batch.page_table[b, : -(-length // PAGE_SIZE)])[0][:length]
+            index = sparse.index(q[rows], k, first)
+            sparse_attend(q[rows], qkv[rows], kv, batch.page_table[b], index, out[rows], kv_start)
+            continue
+        at, context = torch.tensor([0, end - start], device=q.device), batch.context_len[b : b + 1]
+        tiles = row_tiles(at, context, end - start, size)
+        table = batch.page_table[b : b + 1]
+        out[rows] = prefill_attention.attend(q[rows], qkv[rows], kv, table, at, context, tiles, kv_start)
+    return out
 
 
 def tiles_of(batch: Batch, spec: Spec) -> Tiles | None:

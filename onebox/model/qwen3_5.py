@@ -14,6 +14,7 @@ from onebox.model.block import BlockWeights, attention_block, gdn_block
 from onebox.model.cache import Cache
 from onebox.model.layers import Rope, linear, on_gpu, rms_norm
 from onebox.model.mtp import MtpWeights, mtp
+from onebox.model.sparse import SparsePrefill
 from onebox.request import Batch
 from onebox.spec import Spec
 
@@ -36,6 +37,8 @@ class Qwen35:
     dtype: torch.dtype
     device: torch.device
     fused: Fused | None = None  # what runs windows and logits where kernels can read the weights
+    sparse: SparsePrefill | None = None  # which heads read what of long prompts; None: all of it
+    prefill_kernels: bool = True  # prompts' mixers through the kernels, where those can
     draft_vocab: int | None = None  # tokens that drafts are chosen from; None: all
 
     def forward(self, batch: Batch, cache: Cache) -> Tensor:
@@ -45,10 +48,12 @@ class Qwen35:
         x = F.embedding(batch.tokens, self.embedding).to(self.dtype)
         rope = self.rope.tables(batch.positions, self.dtype)
         tiles = self._tiles(batch, x)
+        rows = self.sparse.rows(batch) if self.sparse is not None else None
         n_attention = n_gdn = 0
         for kind, weights in zip(self.spec.layer_types, self.layers, strict=True):
             if kind == "full_attention":
-                x = attention_block(x, weights, batch, cache.kv[n_attention], rope, self.spec, tiles=tiles)
+                sparse = self.sparse.layer(n_attention, rows) if self.sparse is not None and rows else None
+                x = attention_block(x, weights, batch, cache.kv[n_attention], rope, self.spec, 0, tiles, sparse)
                 n_attention += 1
             else:
                 x = gdn_block(x, weights, batch, cache.gdn[n_gdn], self.spec, tiles)
@@ -80,7 +85,7 @@ class Qwen35:
 
     def _tiles(self, batch: Batch, x: Tensor) -> Tiles | None:
         """How the prefill kernels cut the batch's rows x; None where they are not for it."""
-        if not on_gpu(x) or batch.window:
+        if not self.prefill_kernels or not on_gpu(x) or batch.window:
             return None
         from onebox.model.prefill import tiles_of  # triton, which a CPU run never imports
 
