@@ -37,7 +37,7 @@ def test_a_benchmark_answers_help_under_its_name(
 
 def test_every_module_with_a_main_can_be_reached() -> None:
     with_main = {
-        path.stem
+        path.stem.replace("_", "-")
         for path in (ROOT / "onebox" / "bench").glob("*.py")
         if "\ndef main(" in path.read_text("utf-8") and hasattr(import_module(f"onebox.bench.{path.stem}"), "main")
     }

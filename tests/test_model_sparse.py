@@ -13,6 +13,7 @@ from kernels_common import DEVICE, DTYPE, assert_close, rows
 from test_kernels_decode import SPEC, model
 
 from onebox import cli
+from onebox.bench import sparse_search
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
 from onebox.errors import ConfigError
@@ -213,3 +214,27 @@ def _serve_options() -> list[Any]:
     import typer.main
 
     return list(typer.main.get_command(cli.app).commands["serve"].params)  # type: ignore[attr-defined]
+
+
+def test_a_search_finds_the_pattern_that_errs_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, results = tmp_path / "patterns.json", tmp_path / "results.jsonl"
+    asked = ["--length", "1100", "--prompts", "1", "--budget", "128", "--commit", "c", "--key-values", "300"]
+    sparse_search.main([*asked, "--items", "1", "--out", str(table), "--results", str(results)])
+    patterns = json.loads(table.read_text())["layers"]
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["mode"] for line in lines] == ["dense", "vertical_slash", "table"]
+    dense, _, found = lines
+    assert dense["kl"] == 0 and dense["top1"] == 1 and found["kl"] > 0
+    heads = found["heads"]
+    assert len(heads) == sum(map(len, patterns)) and all(0 < h["retained"] <= 1 and h["error"] > 0 for h in heads)
+    assert "onebox serve --prefill-attention minference" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize(
+    "bad", [["--length", "100"], ["--budget", "0"], ["--items", "0"], ["--prompts", "0"], ["--sparse-from", "-1"]]
+)
+def test_a_search_of_nothing_is_refused(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sparse_search.main(bad)
+    assert f"{bad[0]} must be" in capsys.readouterr().err

@@ -27,6 +27,7 @@ MODULES = {
     "ladder": "one rung a technique, timed with the rung below",
     "report": "result lines -> docs/results.md and charts",
     "quality": "a build against its reference: KL, top-1, needles",
+    "sparse-search": "a sparse prefill pattern for every head",
     "scbench": "SCBench: questions about one context, by turns and requests",
     "chat": "greedy chat answers: how many are right",
     "drafters": "drafters side by side on the same chats",
@@ -46,7 +47,7 @@ app = typer.Typer(
 def run_module(name: str, args: list[str]) -> None:
     """`onebox.bench.NAME`'s own main, as if it were the program."""
     sys.argv = [f"onebox bench {name}", *args]
-    import_module(f"onebox.bench.{name}").main()
+    import_module(f"onebox.bench.{name.replace('-', '_')}").main()
 
 
 def _register(name: str, text: str) -> None:
