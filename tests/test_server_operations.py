@@ -244,6 +244,29 @@ def test_every_series_of_the_dashboard_is_on_the_metrics_page() -> None:
     assert len(ids) == len(set(ids))
 
 
+ROUTED = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info
+prefix_cache_queries_total prefix_cache_hits_total prompt_tokens_total generation_tokens_total num_preemptions_total
+request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_decode_time_seconds_bucket
+request_prompt_tokens_bucket request_generation_tokens_bucket spec_decode_num_drafts_total
+spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
+spec_decode_num_accepted_tokens_per_pos_total"""
+
+
+def test_series_that_routers_and_dashboards_of_vllm_read_are_on_the_metrics_page() -> None:
+    async def run() -> str:
+        async with client_of(saying("one two three four", tokens_per_step=2)) as client:
+            await client.post(CHAT, json={"messages": HI})
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(run())
+    assert {f"vllm:{name}" for name in ROUTED.split()} <= set(re.findall(r"^([\w:]+)", text, re.M))
+    assert 'vllm:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 0.0' in text
+    decode_s = re.search(r"^vllm:request_decode_time_seconds_sum\S* (\S+)", text, re.M)
+    whole_s = re.search(r"^vllm:e2e_request_latency_seconds_sum\S* (\S+)", text, re.M)
+    assert decode_s and whole_s and 0 < float(decode_s[1]) < float(whole_s[1])
+
+
 def test_acceptance_is_counted_by_position() -> None:
     async def run() -> str:
         async with client_of(saying("one two three four five six seven", tokens_per_step=3)) as client:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
 CACHE_LABELS = ("block_size", "num_gpu_blocks")  # what routers read to turn usage into tokens
+LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")  # routers ask for the series
 LATENCY_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 LENGTHS = (1, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -64,6 +65,7 @@ class Record:
         m.request_generation_tokens.observe(usage.completion_tokens)
         if usage.completion_tokens > 1:
             m.tpot.observe((self._last_s - self._first_s) / (usage.completion_tokens - 1))
+            m.decode.observe(self._last_s - self._first_s)
 
 
 class HttpMetrics:
@@ -108,6 +110,7 @@ class Metrics(HttpMetrics):
         )
         self.tpot = histogram("request_time_per_output_token_seconds", "Mean time a token after the first.", STEP_S)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCY_S)
+        self.decode = histogram("request_decode_time_seconds", "First token to last.", LATENCY_S)
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTHS)
         self.request_generation_tokens = histogram("request_generation_tokens", "Answer tokens a request.", LENGTHS)
 
@@ -184,6 +187,9 @@ class EngineCollector(Collector):
         )
         info.add_metric((*self._labels, str(PAGE_SIZE), str(s.pages_total)), 1)
         yield info
+        adapters = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; none are served.", labels=LORA_LABELS)
+        adapters.add_metric(("0", "", ""), 0)
+        yield adapters
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
