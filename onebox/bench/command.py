@@ -117,19 +117,23 @@ def serve(
         raise ConfigError("--rate is for Poisson arrivals and --concurrency for a closed loop; give one.")
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(f"--rate must be above 0 requests a second, got {rate:g}.")
-    changes = {
-        "concurrency": concurrency,
-        "sessions": requests,
-        "input_tokens": input_tokens,
-        "output_tokens": output_tokens,
-        "shared": shared_tokens,
-        "prefill_tokens": prefill_tokens,
-        "turns": turns,
+    changes = {  # flag -> field of Scenario, value, least
+        "--concurrency": ("concurrency", concurrency, 1),
+        "--requests": ("sessions", requests, 1),
+        "--input-tokens": ("input_tokens", input_tokens, 1),
+        "--output-tokens": ("output_tokens", output_tokens, 1),
+        "--shared-tokens": ("shared", shared_tokens, 0),
+        "--prefill-tokens": ("prefill_tokens", prefill_tokens, 0),
+        "--turns": ("turns", turns, 1),
+        "--repeats": (None, repeats, 1),
+        "--warmup": (None, warmup, 0),
     }
-    given: dict[str, Any] = {name: n for name, n in changes.items() if n is not None}
-    for name, n in given.items():
-        if n < (0 if name in ("shared", "prefill_tokens") else 1):
-            raise ConfigError(f"--{name.replace('_', '-')} is out of range: {n}.")
+    for flag, (_, n, least) in changes.items():
+        if n is not None and n < least:
+            raise ConfigError(f"{flag} must be at least {least}, got {n}.")
+    if not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout must be above 0 seconds, got {timeout:g}.")
+    given: dict[str, Any] = {name: n for name, n, _ in changes.values() if name is not None and n is not None}
 
     def altered(s: Scenario) -> Scenario:
         return replace(s, **given)

@@ -23,17 +23,21 @@ from typing import Any
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.record import aligned, append, environment, rounded
 from onebox.bench.scbench_data import HUB, folder_of, sessions
 from onebox.bench.scbench_synthetic import make
 from onebox.bench.scbench_tasks import TASKS, Functions, Session, asked_functions, mean_by_kind, score
 from onebox.bench.subjects import EngineSubject, Message, Reply, Subject, UrlSubject
+from onebox.checkpoint.reader import WeightReader
 from onebox.config import EngineConfig, bundled_model
 from onebox.engine.engine import Engine
 from onebox.errors import ConfigError
+from onebox.model.sparse import read_table
 from onebox.prompt.command import build_compressor
 from onebox.prompt.compressor import Compressor
 from onebox.server.chat import Tokenizer
+from onebox.spec import Spec
 
 MODES = ("multi-turn", "multi-request")
 MAX_CONTEXT = 131_072  # tokens, where the subject does not say: the paper's
@@ -173,8 +177,8 @@ def engine_values(field_name: str, text: str) -> list[Any]:
 
 def variants(options: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """Every combination; the first value of each first."""
-    for values in itertools.product(*options.values()):
-        yield dict(zip(options, values, strict=True))
+    for chosen in itertools.product(*options.values()):
+        yield dict(zip(options, chosen, strict=True))
 
 
 def shown(value: object) -> str:
@@ -185,7 +189,7 @@ def shown(value: object) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = values.parser(__doc__)
     p.add_argument("model", nargs="?", help="checkpoint folder for an engine here; left out: the bundled model")
     p.add_argument("--url", help="ask this OpenAI-compatible server in place of an engine")
     p.add_argument("--served-model", metavar="NAME", help="its model; left out: the first it lists")
@@ -195,15 +199,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--modes", default=",".join(MODES), help="multi-turn, multi-request, or both with a comma")
     p.add_argument("--data", metavar="FOLDER|ID", help=f"the published data: its folder, or its id ({HUB})")
     p.add_argument("--revision", help="commit of the hub's data set")
-    p.add_argument("--length", type=int, default=1000, help="tokens of a made context")
+    p.add_argument("--length", type=values.count, default=1000, help="tokens of a made context")
     p.add_argument("--seed", type=int, default=0, help="of made contexts")
-    p.add_argument("--sessions", type=int, help="contexts a task; made: 2, published: all")
-    p.add_argument("--turns", type=int, default=5, help="questions a context at most")
-    p.add_argument("--max-context", type=int, help="cut longer contexts in the middle; the subject's own limit")
+    p.add_argument("--sessions", type=values.count, help="contexts a task; made: 2, published: all")
+    p.add_argument("--turns", type=values.count, default=5, help="questions a context at most")
+    p.add_argument("--max-context", type=values.count, help="cut longer contexts in the middle; its own limit")
     p.add_argument("--own-answers", action="store_true", help="go on from what the model said, not from right answers")
     p.add_argument("--prefix-cache", metavar="on,off", help="engine: with a prefix cache, without, both")
     p.add_argument("--kv-cache-dtype", metavar="A,B", help="engine: formats of KV pages")
-    p.add_argument("--sparse-prefill", metavar="A,B", help="engine: patterns of prefill attention")
+    p.add_argument("--prefill-attention", metavar="A,B", help="engine: dense, minference, auto")
+    p.add_argument("--sparse-from", type=values.count_or_none, metavar="N", help="tokens below which it is dense")
+    p.add_argument("--sparse-table", metavar="FILE", help="patterns a head, of onebox bench sparse-search")
     p.add_argument("--engine", action="append", default=[], metavar="FIELD=A,B", help="engine: any other option")
     p.add_argument("--device", default="auto")
     p.add_argument("--compress", default="none", help=f"shorten contexts: {', '.join(COMPRESSION)}; several: commas")
@@ -228,16 +234,21 @@ def names(text: str, known: Sequence[str], what: str, *, prefix: str = "") -> li
 
 def engine_options(args: argparse.Namespace) -> dict[str, list[Any]]:
     """Field of EngineConfig -> values to run. Raises ConfigError."""
-    asked = [("prefix_caching", args.prefix_cache), ("kv_cache_dtype", args.kv_cache_dtype)]
-    asked.append(("sparse_prefill", args.sparse_prefill))
+    asked = [("kv_cache_dtype", args.kv_cache_dtype), ("prefill_attention", args.prefill_attention)]
     for text in args.engine:
         name, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--engine {text!r} must be FIELD=VALUE.")
         asked.append((name, value))
+    asked.append(("prefix_caching", args.prefix_cache))  # last: one after the other, so that answers are compared
     given = {name: value for name, value in asked if value is not None}
-    if args.url and given:
-        raise ConfigError(f"{', '.join(given)}: options of an engine here; the server at --url has its own.")
+    sparse = {"--sparse-from": args.sparse_from, "--sparse-table": args.sparse_table}
+    if args.url and (given or any(v is not None for v in sparse.values())):
+        raise ConfigError(
+            f"{', '.join(given) or 'sparse prefill'}: options of an engine here; the server at --url has its own."
+        )
+    if "prefill_attention" not in given and (alone := next((k for k, v in sparse.items() if v is not None), None)):
+        raise ConfigError(f"{alone} goes with --prefill-attention minference or auto.")
     return {name: engine_values(name, value) for name, value in given.items()}
 
 
@@ -256,23 +267,31 @@ def load(args: argparse.Namespace, tasks: list[str], tokenizer: Tokenizer) -> di
     }
 
 
+def configs(args: argparse.Namespace, model: str) -> list[tuple[dict[str, Any], EngineConfig]]:
+    """What is varied, and the engine's config for each. Raises ConfigError."""
+    if args.sparse_table is not None:
+        read_table(Path(args.sparse_table), Spec.from_config(WeightReader.open(Path(model)).config))
+    found = []
+    for chosen in variants(engine_options(args)):
+        more: dict[str, Any] = {"max_num_seqs": 1} | chosen
+        if chosen.get("prefill_attention", "dense") != "dense":
+            more |= {"sparse_from": args.sparse_from, "sparse_table": args.sparse_table}
+        found.append((chosen, EngineConfig(model=model, device=args.device, **more)))
+    return found
+
+
 def subjects(args: argparse.Namespace, model: str, tokenizer: Tokenizer) -> Iterator[tuple[dict[str, Any], Subject]]:
     """Each variant of the engine with what was varied, one alive at a time; or the server."""
-    options = engine_options(args)
     if args.url:
         yield {}, UrlSubject(args.url, model=args.served_model, api_key=args.api_key)
         return
-    for chosen in variants(options):
-        config = EngineConfig(model=model, device=args.device, **({"max_num_seqs": 1} | chosen))
+    for chosen, config in configs(args, model):
         yield chosen, EngineSubject(Engine(config), tokenizer, Path(model).name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     p = parser()
     args = p.parse_args(argv)
-    for name in ("length", "turns", "sessions"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            p.error(f"--{name} must be at least 1")
     if args.url and args.model:
         p.error(f"--url asks a server; leave {args.model!r} out, or name its model with --served-model")
     tasks = names(args.tasks, TASKS, "task", prefix="scbench_")
@@ -280,13 +299,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     methods = names(args.compress, COMPRESSION, "compression")
     model = args.model or bundled_model()
     tokenizer = Tokenizer.from_folder(args.tokenizer or model)
-    engine_options(args)  # a mistake there is found before contexts are made
+    engine_options(args) if args.url else configs(args, model)  # a mistake there is found before contexts are made
     shorten = {
         m: compressor(m, args.compress_model, args.compress_rate, tokenizer) if m != "none" else None for m in methods
     }
     loaded = load(args, tasks, tokenizer)
     functions = asked_functions(s for group in loaded.values() for s in group)
-    first: dict[tuple[str, str], list[str]] = {}
+    first: dict[tuple[str, ...], list[str]] = {}
     table = [["task", "mode", "with", "score", "by turn", "cached", "TTFT 1 ms", "TTFT 2+ ms", "held MB", "as first"]]
     for chosen, subject in subjects(args, model, tokenizer):
         limit = args.max_context or subject.max_context or MAX_CONTEXT
@@ -297,13 +316,20 @@ def main(argv: Sequence[str] | None = None) -> None:
                 played = [play(subject, s, mode, functions, own_answers=args.own_answers) for s in group]
                 said = [a.reply.text for q in played for a in q.answers]
                 same = said == first.setdefault((task, mode), said)
+                cache: dict[str, Any] = {}
+                if "prefix_caching" in options:
+                    others = repr({k: v for k, v in options.items() if k != "prefix_caching"})
+                    cache["same_with_and_without_cache"] = said == first.setdefault((task, mode, others), said)
                 found = summary(played)
                 record: dict[str, Any] = {"bench": "scbench", "model": subject.name, "task": task, "mode": mode}
                 record |= {"options": {k: shown(v) for k, v in options.items()}}
                 record |= {"data": Path(args.data).name if args.data else "made", "length": args.length}
                 if args.data:
                     del record["length"]
-                record |= found | {"same_answers": same}
+                if chosen.get("prefill_attention", "dense") != "dense":
+                    table_name = Path(args.sparse_table).name if args.sparse_table else None
+                    record |= {"sparse_from": args.sparse_from, "sparse_table": table_name}
+                record |= found | {"same_answers": same} | cache
                 table.append(row_of(task, mode, options, found, same))
                 print("  ".join(table[-1]), file=sys.stderr, flush=True)
                 if args.out:
