@@ -15,7 +15,7 @@ import typer
 
 import onebox
 from onebox.bench import command as bench_command
-from onebox.config import MAX_DRAFT_LEN, EngineConfig, bundled_model, environment_keys, share_cores, upstream_key
+from onebox.config import MAX_DRAFT_LEN, EngineConfig, bundled_model, environment_keys, upstream_key
 from onebox.errors import ConfigError, OneboxError
 
 if TYPE_CHECKING:
@@ -817,7 +817,6 @@ def root(
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted;
     `guard` adds 3, flagged, `doctor` 3, a problem found, and `batch` 3, not all was answered."""
-    share_cores()
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args or ["--help"], standalone_mode=False)

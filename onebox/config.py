@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +22,18 @@ MAX_DRAFT_LEN = 4
 STATE_DTYPES = ("float32", "bfloat16")
 PREFILL_ATTENTION = ("dense", "minference", "auto")
 DRAFT_METHODS = ("mtp", "ngram")
+SMALL_BYTES = 1e9  # weights that one CPU thread reads at a useful speed
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8", "k8v4", "tq4", "tq3.5", "tq3", "tq2.5")
+
+
+def _waits_spin() -> bool:
+    """Whether torch's threads spin while they wait. They sleep if that is said before torch is loaded, so say it."""
+    if "torch" in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        return True
+    return os.environ.setdefault("OMP_WAIT_POLICY", "passive").lower() != "passive"
+
+
+WAITS_SPIN = _waits_spin()
 
 
 @dataclass(frozen=True)
@@ -170,20 +182,17 @@ def fingerprints() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "onebox" / "fingerprints"
 
 
-def cpu_threads() -> int:
-    """Threads for CPU arithmetic: OMP_NUM_THREADS when set, else the cores this process may use."""
+def cpu_threads(weight_bytes: float | None = None) -> int:
+    """Threads for CPU arithmetic: OMP_NUM_THREADS when set, else the cores this process may use.
+
+    One for small weights where waiting threads spin (torch was loaded before onebox): beside other busy processes two
+    threads that spin took 65 s where one took 1 s.
+    """
     value = os.environ.get("OMP_NUM_THREADS", "")
     if value:
         if not value.isdigit() or int(value) < 1:
             raise ConfigError(f"OMP_NUM_THREADS must be a whole number above 0, got {value!r}.")
         return int(value)
+    if WAITS_SPIN and weight_bytes is not None and weight_bytes < SMALL_BYTES:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_cores() -> None:
-    """Let CPU threads sleep while they wait; to be called before torch is loaded.
-
-    By default they spin: beside another busy process on two cores, a decode step of the bundled model then takes 160 ms
-    instead of 60.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

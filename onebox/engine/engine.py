@@ -56,14 +56,14 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: Loaded | None = None, *, progress: Progress = unheard) -> None:
         """Plan memory, load the checkpoint unless it is given, allocate. Raises CheckpointError or ConfigError."""
         config = config.resolve_device(cuda_devices=torch.cuda.device_count())
-        if config.device == "cpu":
-            torch.set_num_threads(cpu_threads())
         progress("plan", 0, 0)
         if loaded is None:
             self.plan = plan_for(config)
         else:
             self.plan = plan_loaded(config, loaded)
         announce(self.plan)
+        if config.device == "cpu":
+            torch.set_num_threads(cpu_threads(self.plan.weights))
         if loaded is None:
             reading = "read and pack weights" if config.fused else "read weights"
             progress(reading, 0, 0)
