@@ -203,7 +203,9 @@ def serve(
     sparse_table: Annotated[
         str | None, typer.Option(metavar="FILE", help="Patterns a head, of onebox bench sparse-search.")
     ] = None,
-    prefill_kernels: Annotated[bool, typer.Option(help="Prompts through Triton kernels on CUDA.")] = False,
+    prefill_kernels: Annotated[
+        bool | None, typer.Option(help="Prompts through Triton kernels on CUDA. Default: where a trial at start works.")
+    ] = None,
     reasoning_parser: Annotated[str, typer.Option(help="qwen3, or none.")] = "qwen3",
     enable_auto_tool_choice: Annotated[bool, typer.Option(help="Accepted; tools are served anyway.")] = True,
     tool_call_parser: Annotated[str, typer.Option(help="qwen3_coder, qwen3_xml, hermes, or none.")] = "qwen3_coder",

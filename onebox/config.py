@@ -52,7 +52,7 @@ class EngineConfig:
     drafts come from the first so many tokens alone; what is said stays the same.
     `fused` runs decode windows through the Triton kernels, where they can read the weights, and `cuda_graphs` as one
     captured graph a step, with MTP drafts of one length: None means on CUDA, in 16 bits.
-    `prefill_kernels` runs prompts' token mixers through Triton kernels too, on CUDA in 16 bits.
+    `prefill_kernels` runs prompts' token mixers through Triton kernels too, on CUDA in 16 bits; None tries them first.
     `prefill_attention` "minference" lets the heads of prompts read by sparse patterns (`sparse_table`, a JSON file;
     else one for all) in spans that begin at `sparse_from` tokens or later (None: 16,384); "auto" does so where sparse
     is expected to pay (None: 65,536).
@@ -86,7 +86,7 @@ class EngineConfig:
     prefill_attention: str = "dense"
     sparse_from: int | None = None
     sparse_table: str | None = None
-    prefill_kernels: bool = False
+    prefill_kernels: bool | None = None
     fused: bool | None = None
     cuda_graphs: bool | None = None
     debug: bool = False

@@ -35,6 +35,7 @@ from onebox.model.kv_layout import kv_layout
 from onebox.model.load import Loaded, load_model
 from onebox.model.selfcheck import self_check
 from onebox.model.sparse import SparsePrefill
+from onebox.model.trial import try_prefill
 from onebox.request import FinishReason, Output, Request
 from onebox.spec import Spec
 
@@ -48,6 +49,19 @@ def load_engine(config: EngineConfig, progress: Progress = unheard) -> Engine:
     engine = Engine(config, progress=progress)
     engine.warm_up(progress)
     return engine
+
+
+def wants_prefill_kernels(config: EngineConfig, spec: Spec) -> bool:
+    """Whether prompts go through the Triton kernels: as told, else where a trial has shown that they work."""
+    if config.prefill_kernels is not None:
+        return config.prefill_kernels
+    dtype = getattr(torch, config.dtype)
+    if config.device != "cuda" or dtype.itemsize != 2:
+        return False
+    verdict = try_prefill(spec, dtype, fingerprints())
+    if not verdict.works:
+        logger.warning("prompts do without the prefill kernels, more slowly: %s", verdict.why)
+    return verdict.works
 
 
 class Engine:
@@ -88,7 +102,10 @@ class Engine:
         if config.prefill_attention != "dense":
             table = Path(config.sparse_table) if config.sparse_table else None
             self.sparse = SparsePrefill.of(config.prefill_attention, spec, config.sparse_from, table)
-        model = replace(model, sparse=self.sparse, prefill_kernels=config.prefill_kernels)
+        if config.device == "cuda" and config.prefill_kernels is None:
+            progress("try the prefill kernels", 0, 0)
+        kernels = wants_prefill_kernels(config, spec)
+        model = replace(model, sparse=self.sparse, prefill_kernels=kernels)
         config = replace(config, draft_len=draft_len, max_model_len=plan.max_model_len, max_num_seqs=plan.max_num_seqs)
         self.config = config
         self.draft_len, self.max_model_len = draft_len, plan.max_model_len
