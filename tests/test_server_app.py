@@ -508,8 +508,12 @@ def test_embeddings_are_501_by_name_and_stats_are_the_engines() -> None:
         (TEXT, {"prompt": "word " * 9000}, "prompt"),
         ("/v1/responses", {"input": "word " * 9000}, "input"),
         ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 9000}], "max_tokens": 5}, None),
-        ("/v1/responses", {"input": [{"role": "king", "content": "x"}]}, "input"),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ("/v1/responses", {"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
     ],
 )
 def test_a_refusal_names_the_field_of_its_own_api(path: str, body: dict[str, Any], param: str | None) -> None:

@@ -408,7 +408,7 @@ def broken(store: Store, how: str, path: Path) -> Any:
 def test_a_finished_response_is_delivered_although_it_cannot_be_stored(
     how: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(responses, "LOCKED_S", 0.2)
+    monkeypatch.setattr(responses, "LOCKED_S", 1.0)
     path = tmp_path / "responses.db"
 
     async def run() -> None:
@@ -430,7 +430,7 @@ def test_a_finished_response_is_delivered_although_it_cannot_be_stored(
             assert value["output"][-1]["content"][0]["text"] == "Hello" * 2000
             assert value["store"] is False
             assert "Not stored" in value["warnings"][0]
-            assert late_s < 0.15  # a file that is locked holds nobody else up
+            assert late_s < 0.8  # a file that is locked holds nobody else up
             assert "is not stored" in caplog.text
             # what was stored before is still there, the other is not
             assert (await client.get(f"{RESPONSES}/{first['id']}")).status_code == 200

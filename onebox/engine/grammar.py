@@ -131,7 +131,7 @@ class Matcher:
             return
         self._look(())
         if self._grammar.try_consume_tokens([token]) != 1:
-            self._fail(f"token {token} is not allowed where it was chosen")
+            self._fail(_one_line(self._grammar.get_error()) or f"token {token} is not allowed where it was chosen")
 
     def cut(self, drafts: Seq[int]) -> list[int]:
         """The drafts that may be said and go on: up to the first that is not allowed."""
@@ -181,6 +181,8 @@ class Matcher:
         return n == len(rest)
 
     def _fail(self, why: str) -> None:
+        if "NoExtensionBias" in why:  # llguidance's word for it
+            why = "nothing may follow what was said"
         self.error = f"The grammar cannot go on: {why}."
 
 
@@ -282,6 +284,7 @@ def compile_grammar(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
         initial_lexer_fuel=1_000_000,  # 20 ms
         step_lexer_fuel=200_000,  # 15 ms
         step_max_items=50_000,
+        max_items_in_row=20_000,  # 2,000 are too few for an object of 500 properties
         max_lexer_states=50_000,  # 2 kB each
         max_grammar_size=200_000,
         precompute_large_lexemes=False,
@@ -326,7 +329,8 @@ def _llguidance_source(grammar: Grammar) -> str:
 
             body = {"lark_grammar": f"start: /{regex_to_lark(grammar.source)}/"}
         case "choice":
-            body = {"lark_grammar": "start: " + " | ".join(json.dumps(c) for c in _choices(grammar))}
+            # one terminal: alternatives of a rule are followed one by one, and so have a limit
+            body = {"lark_grammar": "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(c) for c in _choices(grammar))}
         case "grammar":
             body = {"lark_grammar": _lark(grammar.source)}
     if not grammar.start_after:

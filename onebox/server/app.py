@@ -60,6 +60,7 @@ Count = Callable[[int, str | None], None]
 encode_json = msgspec.json.Encoder().encode
 PING_S = 10.0
 MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_VALUES = 2**20  # commas and opening brackets: a prompt of a million ids, and no gigabytes of empty lists
 BODY_SILENCE_S = 30.0  # a body that stands still for longer is given up
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics", "/ping"}) | face.PATHS  # no key needed
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -119,6 +120,8 @@ async def read_bytes(request: Request, limit: int) -> bytes:
         data += part
         if len(data) > limit:
             raise too_large
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_BODY_VALUES:
+        raise BodyTooLargeError(f"The body holds more than {MAX_BODY_VALUES} values, by its commas and brackets.")
     if getattr(request.app.state, "log_prompts", False):
         logs.access.info("body of %s: %s", request.url.path, data.decode("utf-8", "replace"))
     return bytes(data)

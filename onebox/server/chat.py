@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from onebox.errors import CheckpointError, EngineUnavailableError, RequestError
 from onebox.request import FinishReason, Output, TokenLogprob
-from onebox.server.parsers import AnswerParser, CallDelta, Events, Thinking
+from onebox.server.parsers import AnswerParser, CallDelta, Events, Thinking, utf8_value
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TURN_START = "<|im_start|>"
@@ -133,7 +133,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as e:
             raise RequestError(f"The chat template refused the messages: {e}", param="messages") from e
-        except (TypeError, ValueError, AttributeError) as e:
+        except (TypeError, ValueError, AttributeError, RecursionError) as e:
             raise RequestError(f"The chat template failed on these messages: {e}", param="messages") from e
         if continue_final:
             last = str(messages[-1].get("content") or "").strip()
@@ -280,8 +280,8 @@ def history_call(call: Any, *, param: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+            arguments = utf8_value(json.loads(arguments)) if arguments.strip() else {}
+        except (ValueError, RecursionError):
             arguments = {"arguments": arguments}
     if not isinstance(arguments, Mapping):
         arguments = {} if arguments is None else {"arguments": arguments}

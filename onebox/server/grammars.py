@@ -45,7 +45,7 @@ class StructuredOutputs(BaseModel):
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
 
 
@@ -126,7 +126,7 @@ def inline(asked: Asked) -> str:
     except (ValueError, RecursionError) as e:
         raise RequestError(f"The JSON schema cannot be used: it is not JSON ({e}).", param=asked.field) from e
     if grammar.kind == "choice":
-        return " | ".join(literal(c) for c in value)
+        return "CHOICE\nCHOICE: " + " | ".join(literal(c) for c in value)  # one terminal, however many there are
     return json_rule(value)
 
 
@@ -177,7 +177,8 @@ def value_rule(rule: str, schema: Any, root: Mapping[str, Any]) -> str:
     if isinstance(values, Sequence) and values and all(isinstance(v, str) for v in values):
         if ends := [v for v in values if PARAMETER_END in v or FUNCTION_END in v]:
             raise RequestError(f"the value {ends[0][:60]!r} holds a closing tag of the call it would stand in.")
-        return f"{rule}: ({' | '.join(literal(v + chr(10)) for v in values)}) {closing}"
+        one = f"ONE_{rule.upper()}"  # a terminal: alternatives of a rule are followed one by one
+        return f"{rule}: {one} {closing}\n{one}: {' | '.join(literal(v + chr(10)) for v in values)}"
     if not types or "string" in types:
         return f"{rule}[suffix={closing}]: /(?s:.*)/"
     definitions = {k: root[k] for k in ("$defs", "definitions") if k in root}

@@ -18,8 +18,18 @@ from onebox.errors import RequestError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, chat_prompt, chosen_tools, gather, prepare_chat
-from onebox.server.parsers import CallDelta
-from onebox.server.protocol import ChatBody, ChatMessage, IntakeFields, RequestBody, translated
+from onebox.server.parsers import CallDelta, utf8_value
+from onebox.server.protocol import (
+    MAX_MESSAGES,
+    ChatBody,
+    ChatMessage,
+    IntakeFields,
+    Objects,
+    RequestBody,
+    Strings,
+    rename,
+    translated,
+)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 ERROR_TYPES = {
@@ -79,9 +89,9 @@ class CountBody(RequestBody):
     )
 
     model: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Objects | None = None
+    tools: Objects | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -110,19 +120,33 @@ class CountBody(RequestBody):
                     source = source.replace(".content", ".role")
                 e.args = (re.sub(r"'messages\[\d+\][\w.\[\]]*'", f"'{source}'", str(e), count=1),)
                 e.param = source
+            else:
+                rename(e, self.chat_names())
             raise
+
+    def chat_names(self) -> dict[str, str]:
+        """Fields of the chat body by their names here."""
+        names = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
+        names["response_format"] = "output_format" if self.output_format else "output_config.format"
+        for i, place in enumerate(i for i, t in enumerate(self.tools or ()) if is_function(t)):
+            names[f"tools[{i}].function.parameters"] = f"tools[{place}].input_schema"
+            names[f"tools[{i}].function"] = f"tools[{place}]"
+        return names
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields of a chat body that say the same. Raises RequestError naming the field of this body."""
         fields: dict[str, Any] = {"model": self.model, "messages": [message for _, message in self.sourced()]}
         thinks = self.thinking is not None and self.thinking.type != "disabled"
+        last = fields["messages"][-1] if fields["messages"] else {}
+        if last.get("role") == "assistant" and last.get("content") and not (thinks or last.get("tool_calls")):
+            fields["continue_final_message"] = True  # the beginning of the answer, as that API has it
         fields["chat_template_kwargs"] = {"enable_thinking": thinks}
         if thinks and self.thinking is not None:
             fields["thinking_token_budget"] = self.thinking.budget_tokens
         wanted = self.output_format or (self.output_config and self.output_config.format)
         if wanted:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": wanted.schema_}}
-        tools = [t for t in self.tools or () if isinstance(t.get("input_schema"), Mapping)]
+        tools = [t for t in self.tools or () if is_function(t)]
         if tools:
             fields["tools"] = [chat_tool(t) for t in tools]
             fields |= chat_choice(self.tool_choice or ToolChoice(type="auto"))
@@ -133,7 +157,7 @@ class MessagesBody(CountBody, IntakeFields):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Strings | None = None
     stream: bool | None = False
     temperature: float | None = None
     top_p: float | None = None
@@ -151,6 +175,10 @@ class MessagesBody(CountBody, IntakeFields):
             "guard": self.guard,
         }
         return translated(ChatBody, fields)
+
+
+def is_function(tool: Mapping[str, Any]) -> bool:
+    return isinstance(tool.get("input_schema"), Mapping)
 
 
 def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,8 +298,8 @@ async def response(service: Service, run: Run) -> dict[str, Any]:
     for call in whole.calls:
         text = call["function"]["arguments"]
         try:
-            value = json.loads(text)
-        except ValueError:
+            value = utf8_value(json.loads(text))
+        except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
             value = {"partial_json": text}

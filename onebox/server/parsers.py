@@ -271,15 +271,17 @@ class AnswerParser:
 
     def _json_call(self, text: str) -> tuple[str, str] | None:
         try:
-            call = json.loads(text)
+            call = utf8_value(json.loads(text, parse_constant=refuse_constant))
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+            if not isinstance(arguments, str):
+                arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             return None
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if not isinstance(name, str) or not NAME.match(name):
             return None
         if self._outer == "thinking" and name not in (self._schemas or {}):
             return None
-        return name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return name, arguments
 
     def _give_json_call(self, call: tuple[str, str], rest: str, events: Events) -> bool:
         events.calls.append(CallDelta(self._n_calls, new_call_id(), call[0]))
@@ -335,7 +337,8 @@ class AnswerParser:
         self._skip_value = key in self._keys  # a repeated key would make JSON of two meanings: the first counts
         if self._skip_value:
             return
-        self._types = value_types(self._schema.get("properties", {}).get(key), self._schema)
+        known = self._schema.get("properties")
+        self._types = value_types(known.get(key) if isinstance(known, Mapping) else None, self._schema)
         self._arguments(("{" if not self._keys else ", ") + json.dumps(key, ensure_ascii=False) + ": ", events)
         self._keys.append(key)
 
@@ -475,7 +478,8 @@ def value_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozens
         if isinstance(choices, Sequence) and choices:
             each = [value_types(c, root, depth + 1) for c in choices]
             return frozenset().union(*each) if all(each) else frozenset()
-    for part in schema.get("allOf") or ():
+    parts = schema.get("allOf")
+    for part in parts if isinstance(parts, Sequence) else ():
         if types := value_types(part, root, depth + 1):
             return types
     if "const" in schema:
@@ -523,6 +527,15 @@ def typed_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def utf8_value(value: Any) -> Any:
+    """A JSON value whose texts UTF-8 can say: half of a surrogate pair, as an escape makes it, becomes U+FFFD."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {utf8_value(k): utf8_value(v) for k, v in value.items()}
+    return [utf8_value(v) for v in value] if isinstance(value, list) else value
+
+
 def refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
@@ -532,7 +545,7 @@ def python_literal(text: str) -> str | None:
     if len(text) > 100_000 or not text.startswith(("{", "[")):
         return None
     try:
-        value = ast.literal_eval(text)
+        value = utf8_value(ast.literal_eval(text))
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if isinstance(value, dict | list) else None
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

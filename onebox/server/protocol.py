@@ -7,20 +7,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from onebox.errors import RequestError
-from onebox.request import SamplingParams
+from onebox.request import INT64, SamplingParams
 from onebox.server.grammars import Asked, ResponseFormat, StructuredOutputs, asked_grammar
 
 log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound="RequestBody")
 MAX_CHOICES = 128
+MAX_MESSAGES = 100_000
+MAX_TOOLS = 10_000
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read from generation_config.json
 _named: set[str] = set()
+
+# pydantic describes every fault of a body before the first can be told: a list ends at its first one
+Once = Field(fail_fast=True)
+Strings = Annotated[list[str], Once]
+Ids = Annotated[list[int], Once]
+Objects = Annotated[list[dict[str, Any]], Once]
+
+
+def few_fields(value: Any) -> Any:
+    """For objects whose every field may be at fault."""
+    if isinstance(value, Mapping) and len(value) > 1000:
+        raise ValueError(f"has {len(value)} fields")
+    return value
+
+
+def all_numbers(value: Any) -> Any:
+    """An object's values, or the first that is no number."""
+    if isinstance(value, Mapping):
+        for key, number in value.items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"of {key[:40]!r} must be a number, got {short(number)}")
+    return value
 
 
 class RequestBody(BaseModel):
@@ -64,8 +89,13 @@ class CompressOptions(BaseModel):
     rate: Annotated[float, Field(ge=0, le=1)] | None = None
     target_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     over_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    roles: dict[str, Literal["keep", "compress"]] | None = None
+    roles: Annotated[dict[str, Literal["keep", "compress"]], BeforeValidator(few_fields)] | None = None
     question: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def bounded(cls, value: Any) -> Any:
+        return few_fields(value)
 
     @model_validator(mode="after")
     def one_length(self) -> CompressOptions:
@@ -100,24 +130,24 @@ class GenerationBody(RequestBody, IntakeFields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(all_numbers)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Strings | None = None
     guided_grammar: str | None = None
     skip_special_tokens: bool | None = True
     return_token_ids: bool | None = False
-    priority: int | None = 0
+    priority: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = 0
     cache_salt: str | None = None
     user: str | None = None
 
@@ -147,7 +177,7 @@ class GenerationBody(RequestBody, IntakeFields):
     def bias(self, vocab: int) -> tuple[tuple[int, float], ...]:
         pairs = []
         for key, value in (self.logit_bias or {}).items():
-            if not key.isdecimal() or int(key[:12]) >= vocab:
+            if not key.isdecimal() or len(key) > 12 or int(key) >= vocab:
                 raise RequestError(
                     f"'logit_bias' names token {key[:40]!r}; ids are 0 to {vocab - 1}.", param="logit_bias"
                 )
@@ -173,7 +203,7 @@ class GenerationBody(RequestBody, IntakeFields):
         return SamplingParams(
             max_tokens=max_tokens,
             logit_bias=self.bias(vocab),
-            stop_token_ids=tuple(ids),
+            stop_token_ids=tuple(dict.fromkeys(ids)),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             **values,
@@ -212,7 +242,7 @@ class CompletionBody(GenerationBody):
         }
     )
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Strings | Ids | Annotated[list[Ids], Once]
     echo: bool | None = False
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | bool | None = None
@@ -295,11 +325,11 @@ class ChatBody(GenerationBody):
         }
     )
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[ChatTool] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -347,8 +377,8 @@ class CompressBody(RequestBody, CompressOptions):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    documents: Annotated[list[str], Field(min_length=1)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)] | None = None
+    documents: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     prompt: str | None = None
     instruction: str | None = None
 
@@ -359,7 +389,7 @@ class CompressBody(RequestBody, CompressOptions):
 class GuardBody(RequestBody):
     """POST /v1/guard: messages, or a prompt taken as one user message."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     prompt: str | None = None
     policy: GuardPolicy = "annotate"
 
@@ -369,8 +399,8 @@ class TokenizeBody(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[ChatTool] | None = None
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
@@ -381,7 +411,7 @@ class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
@@ -392,6 +422,16 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         raise validation_error(e) from e
     body.check_fields()
     return body
+
+
+def rename(e: RequestError, names: Mapping[str, str]) -> None:
+    """Lets an error about a translated body name the field of the caller's own; of several names the first counts."""
+    for theirs, ours in names.items():
+        rest = (e.param or "").removeprefix(theirs)
+        if e.param is not None and e.param.startswith(theirs) and rest[:1] in ("", ".", "["):
+            e.param = ours + rest
+            e.args = (str(e).replace(f"'{theirs}", f"'{ours}", 1),)
+            return
 
 
 def translated(kind: type[Body], fields: Mapping[str, Any]) -> Body:
@@ -434,5 +474,10 @@ def dotted(loc: Sequence[int | str]) -> str:
 
 
 def short(value: Any) -> str:
+    """The beginning of a value, for people."""
+    if isinstance(value, str | list):
+        value = value[:80]
+    elif isinstance(value, dict):
+        value = dict(islice(value.items(), 20))
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from onebox.errors import ConfigError, NotFoundError, RequestError, StoreError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, prepare_chat
-from onebox.server.protocol import ChatBody, IntakeFields, RequestBody, translated
+from onebox.server.protocol import ChatBody, IntakeFields, Objects, RequestBody, rename, translated
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class ResponsesBody(RequestBody, IntakeFields):
     )
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
@@ -84,7 +83,7 @@ class ResponsesBody(RequestBody, IntakeFields):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     reasoning: dict[str, Any] | None = None
@@ -101,7 +100,7 @@ class ResponsesBody(RequestBody, IntakeFields):
         return list(self.input)
 
     def chat_body(self, items: Sequence[Item]) -> ChatBody:
-        """The chat that says the same. Raises RequestError naming the field."""
+        """The chat that says the same; `items` end with this body's. Raises RequestError naming the field."""
         if self.top_logprobs:
             raise RequestError("'top_logprobs' is not served here; use chat completions.", param="top_logprobs")
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -117,7 +116,7 @@ class ResponsesBody(RequestBody, IntakeFields):
         fields = {
             "response_format": {"type": form.type, "json_schema": {"schema": form.schema_}},
             "model": self.model,
-            "messages": [*messages, *item_messages(items)],
+            "messages": [*messages, *item_messages(items, len(items) - len(self.items()))],
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -139,14 +138,17 @@ def text_format(body: ResponsesBody) -> dict[str, Any]:
     return form.model_dump(by_alias=True, exclude_unset=True) if form else {"type": "text"}
 
 
-def named_here(e: RequestError) -> RequestError:
-    """The same error, naming the field of this API's body in place of the chat's."""
-    if e.param == "response_format":
-        e.param = "text.format"
-    if e.param is not None and e.param.startswith("messages"):
-        e.param = "input"
-        e.args = (re.sub(r"'messages(\[\d+\])?", "'input", str(e)),)
-    return e
+def chat_names(body: ResponsesBody, items: Sequence[Item]) -> dict[str, str]:
+    """Fields of the chat body by their names here. `items`: those before this body's, then its own."""
+    names = {
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "max_tokens": "max_output_tokens",
+    }
+    functions = (i for i, tool in enumerate(body.tools or ()) if tool.get("type") == "function")
+    names |= {f"tools[{i}].function": f"tools[{place}]" for i, place in enumerate(functions)}
+    item_messages(items, len(items) - len(body.items()), names, 1 if body.instructions else 0)
+    return names | {"messages": "input"}
 
 
 def chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +164,14 @@ def item_text(item: Mapping[str, Any]) -> str:
     return "".join(str(p.get("text", "")) for p in parts if isinstance(p, Mapping))
 
 
-def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Items as chat messages: reasoning, text and calls of one turn make one assistant message."""
+def item_messages(
+    items: Sequence[Item], stored: int = 0, names: dict[str, str] | None = None, first: int = 0
+) -> list[dict[str, Any]]:
+    """Items as chat messages: reasoning, text and calls of one turn make one assistant message.
+
+    `names` is told, for each part of the messages, which are to follow `first` others, the name it has in a body that
+    lacks the first `stored` items.
+    """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
 
@@ -174,7 +182,11 @@ def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
             messages.append(turn)
         return turn
 
-    for i, item in enumerate(items):
+    def tell(part: str, name: str, n: int) -> None:
+        if names is not None:
+            names[f"messages[{first + n}]{part}"] = name
+
+    for i, item in enumerate(items, -stored):
         kind = item.get("type", "message")
         if kind == "reasoning":
             turn = None
@@ -182,18 +194,26 @@ def item_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif kind in ("function_call", "custom_tool_call"):
             arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
             function = {"name": item.get("name"), "arguments": arguments}
-            assistant()["tool_calls"].append({"id": item.get("call_id"), "type": "function", "function": function})
+            calls = assistant()["tool_calls"]
+            tell(f".tool_calls[{len(calls)}].function", f"input[{i}]", len(messages) - 1)
+            calls.append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind in ("function_call_output", "custom_tool_call_output"):
             turn = None
+            tell(".content", f"input[{i}].output", len(messages))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "message":
             content = item.get("content")
             if item.get("role") == "assistant":
                 if turn is not None and turn["tool_calls"]:
                     turn = None
-                assistant()["content"] += content if isinstance(content, list) else [content or ""]
+                parts = content if isinstance(content, list) else [content or ""]
+                before = assistant()["content"]
+                for j in range(len(parts)):
+                    tell(f".content[{len(before) + j}]", f"input[{i}].content[{j}]", len(messages) - 1)
+                before += parts
             else:
                 turn = None
+                tell("", f"input[{i}]", len(messages))
                 messages.append({"role": item.get("role"), "content": content})
         else:
             raise RequestError(f"'input[{i}]' has type {kind!r}, which is not served.", param=f"input[{i}].type")
@@ -289,7 +309,9 @@ class Responses:
         try:
             run = await prepare_chat(self.service, body.chat_body(items))
         except RequestError as e:
-            raise named_here(e) from e
+            if e.param is not None and not e.param.startswith("input["):
+                rename(e, chat_names(body, items))
+            raise
         for job in run.jobs:
             if job.answer.constrained_by == "response_format":
                 job.answer.constrained_by = "text.format"
