@@ -31,11 +31,15 @@ STEPS = 96
 def random_engine(
     model: Qwen35, shape: str, k: int, batch: int, context: int, forced: tuple[float, ...], kv_gb: float = 8.0
 ) -> Engine:
-    """An engine over random weights of a published shape; with drafts, `forced` says how many are kept."""
+    """An engine over random weights of a shape; with drafts, `forced` says how many are kept.
+
+    On a CPU the captured step runs as it stands, in the model's type.
+    """
     report = LoadReport(Path(shape), 0, {}, mtp=True, vision_tensors=0, activation_scales=0, side_files=())
     config = EngineConfig(
-        model=shape, device="cuda", draft_len=k, max_num_seqs=batch, kv_gb=kv_gb, max_model_len=context, snapshots=4
-    )
+        model=shape, device=model.device.type, dtype=str(model.dtype).removeprefix("torch."), draft_len=k,
+        max_num_seqs=batch, kv_gb=kv_gb, max_model_len=context, snapshots=4, cuda_graphs=True,
+    )  # fmt: skip
     engine = Engine(config, Loaded(model, report))
     assert engine.captured is not None
     engine.captured.forced = forced[:k]
@@ -45,6 +49,7 @@ def random_engine(
 def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:
     """Milliseconds a step (median), tokens a step and request, milliseconds until all have their first."""
     vocab, rng = engine.info.vocab, random.Random(batch)
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     params = SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         engine.add(Request(f"r{i}", tuple(rng.randrange(vocab) for _ in range(prompt)), params))
@@ -53,12 +58,12 @@ def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple
     begun: set[str] = set()
     while len(begun) < batch:
         begun |= {o.request_id for o in engine.step() if o.tokens}
-    torch.cuda.synchronize()
+    synchronize()
     first = time.perf_counter() - start
     for i in range(steps):
         start = time.perf_counter()
         outputs = engine.step()
-        torch.cuda.synchronize()
+        synchronize()
         if i >= steps // 3:
             times.append(time.perf_counter() - start)
             tokens += sum(len(o.tokens) for o in outputs)

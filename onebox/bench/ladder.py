@@ -3,6 +3,7 @@
     onebox bench ladder                        # the bundled model as it is: drafts, prefix cache, compression
     onebox bench ladder ORIGINAL --builds DIR  # a 16-bit checkpoint: its builds are made first, then rung by rung
     onebox bench ladder --shape qwen3.5-122b-a10b --weights random --force-acceptance 0.9,0.8   # speed alone, on a GPU
+    onebox bench ladder --shape tiny --weights random           # the same without a GPU: how it goes, not how fast
 
 A rung is checked before it is timed: finite and stored logits of its build, and text that drafts or a cache leave as it
 was. Every repeat runs the rung below and the rung itself, one after the other, first the one, then the other; a gain is
@@ -49,6 +50,7 @@ RATE = 0.5  # of compressed documents
 AGAIN = "Which number was it? Look once more."
 ANSWER_TOKENS = 32
 CHECK_TOKENS = 24
+TINY = "tiny"  # the bundled model's shape: the one that a CPU can run with random weights
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class Served:
 
 
 class Random:
-    """A rung of a shape with random weights, on a GPU: speed alone, with a forced share of drafts kept."""
+    """A rung of a shape with random weights: speed alone, with a forced share of drafts kept."""
 
     def __init__(self, technique: Technique, engine: Engine, prompt: int) -> None:
         self.technique, self.engine, self.prompt = technique, engine, prompt
@@ -488,13 +490,18 @@ def climb_shape(
     layers: int | None = None,
     heard: Callable[[str], None] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Records of a published shape with random weights on a GPU: no quality. Kernels are checked for each build."""
+    """Records of a shape with random weights: no quality. Kernels are checked for each build.
+
+    Without a GPU the same steps run through plain PyTorch, which unpacks weights at each use: their lines say so, and
+    have no share of a roof.
+    """
     from onebox.bench import random_model
     from onebox.bench.engine import random_engine
 
-    device, spec = torch.device("cuda", 0), SHAPES[shape]
-    spec = replace(spec, layer_types=spec.layer_types[:layers])
-    copy = copy_bandwidth(device)
+    cuda = torch.cuda.is_available()
+    device, whole = torch.device("cuda", 0) if cuda else torch.device("cpu"), shape_of(shape)
+    spec = replace(whole, layer_types=whole.layer_types[:layers])
+    copy = copy_bandwidth(device) if cuda else None
     below: Random | None = None
     model: Any = None
     rungs = [t for t in techniques(False, drafts, RATE) if not t.prefix and t.build not in (None, BUILDS["bf16"])]
@@ -505,17 +512,20 @@ def climb_shape(
         errors: dict[str, float] = {}
         paired_in_memory = below is not None
         if below is None or made != below.technique.build:
-            errors = random_model.check(SHAPES[shape], made, device)
-            if not max(errors.values()) <= 3e-2:
-                raise CheckFailed(f"{technique.name}: kernels differ from their references: {errors}.")
-            torch.cuda.empty_cache()
-            need, free = resident_bytes(spec, made).weights, torch.cuda.mem_get_info(device)[0]
-            if need * 1.02 + 4e9 > free:  # no room for both: this rung is timed alone
-                paired_in_memory, below, model = False, None, None
+            if cuda:
+                errors = random_model.check(whole, made, device)
+                if not max(errors.values()) <= 3e-2:
+                    raise CheckFailed(f"{technique.name}: kernels differ from their references: {errors}.")
                 torch.cuda.empty_cache()
+                need, free = resident_bytes(spec, made).weights, torch.cuda.mem_get_info(device)[0]
+                if need * 1.02 + 4e9 > free:  # no room for both: this rung is timed alone
+                    paired_in_memory, below, model = False, None, None
+                    torch.cuda.empty_cache()
             model = random_model.random_model_weights(spec, made, device)
+            if not cuda:
+                model = replace(model, fused=None)
         kept = tuple(forced[: technique.k]) + (forced[-1],) * (technique.k - len(forced))
-        engine = random_engine(model, shape, technique.k, 1, prompt + 2048, kept, kv_gb=1.0)
+        engine = random_engine(model, shape, technique.k, 1, prompt + 2048, kept, kv_gb=1.0 if cuda else 0.1)
         rung = Random(technique, engine, prompt)
         paired = Paired.run(rung, below, repeats)
         packed, _ = moved_bytes(spec, made, technique.k, prompt + 192, kv="bf16", unpacked=False)
@@ -526,11 +536,19 @@ def climb_shape(
             "below": rungs[number - 2].name if number > 1 else None, "paired": paired_in_memory, "k": technique.k,
             "build": ", ".join(f"{f.name} {getattr(made, f.name)}" for f in fields(Build)),
             "forced_acceptance": list(kept), "batch": 1, "prompt": prompt, **found, "bytes_per_step": int(packed),
-            "copy_tb_s": rounded(copy / 1e12), "roof_share": rounded(packed / copy / seconds, 3), "held_as": "packed",
+            "copy_tb_s": rounded(copy / 1e12) if copy else None,
+            "roof_share": rounded(packed / copy / seconds, 3) if copy else None,
+            "held_as": "packed" if cuda else "packed, unpacked at each use: no speed of the formats",
             "weight_bytes": int(resident_bytes(spec, made).weights),
-            "checks": {name: rounded(e, 2) for name, e in errors.items()} or "kernels as the rung below",
+            "checks": {name: rounded(e, 2) for name, e in errors.items()}
+            or ("kernels as the rung below" if cuda else "none: plain PyTorch is the reference itself"),
         }  # fmt: skip
         below = rung
+
+
+def shape_of(name: str) -> Spec:
+    """A published shape, or the bundled model's by the name of `tiny`."""
+    return Spec.from_config(config_of(Path(bundled_model()))) if name == TINY else SHAPES[name]
 
 
 def lines(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -594,7 +612,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", type=values.folder, nargs="?", metavar="MODEL", help="left out: the bundled model")
     parser.add_argument("--builds", type=Path, metavar="DIR", help="make builds here, and keep them")
     parser.add_argument("--fp8-from", metavar="SOURCE", help="FP8 checkpoint to take dense matrices from")
-    parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe), help="no model: a shape")
+    shapes = [*sorted(n for n, s in SHAPES.items() if s.moe), TINY]
+    parser.add_argument("--shape", choices=shapes, help="no model: a shape; tiny needs no GPU")
     parser.add_argument("--weights", choices=("random",), help="said with --shape: its weights mean nothing")
     parser.add_argument("--force-acceptance", type=values.shares, metavar="A,A", help="with --shape; 0.9,0.8")
     parser.add_argument("--layers", type=values.count, help="with --shape: the first layers, nothing recorded")
@@ -640,15 +659,19 @@ def recorded(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Itera
     if args.shape is not None:
         if args.model is not None:
             parser.error("MODEL and --shape: name one of them")
-        if not torch.cuda.is_available():
-            parser.error("--shape needs a CUDA device, and none is visible; a checkpoint's ladder runs on a CPU")
+        if args.shape != TINY and not torch.cuda.is_available():
+            parser.error(
+                f"--shape {args.shape} needs a CUDA device, and none is visible; --shape {TINY} and a checkpoint's "
+                "ladder run on a CPU"
+            )
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         forced = args.force_acceptance or (0.9, 0.8, 0.7)
         made = climb_shape(
             args.shape, args.drafts, forced, prompt=args.prompt or 128, repeats=args.repeats, layers=args.layers,
             heard=heard,
         )  # fmt: skip
         for record in made:
-            record |= environment(torch.device("cuda", 0), args.commit)
+            record |= environment(device, args.commit)
             if args.layers is None:
                 append(args.out, record)
             yield record
