@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -167,7 +168,7 @@ def test_builds_of_a_16_bit_checkpoint_are_made_once_and_hold_what_their_rung_sa
         (["--prompt", "5"], "--prompt goes with --shape"),
         (["/no/such/folder"], "no such folder"),
         (["--text", "/no/such/file"], "no such file"),
-        (["--shape", "qwen3.5-35b-a3b"], "--shape needs a CUDA device"),
+        (["--shape", "qwen3.5-35b-a3b"], "--shape qwen3.5-35b-a3b needs a CUDA device"),
         (["--shape", "nothing"], "--shape: invalid choice"),
     ],
 )
@@ -217,3 +218,23 @@ def test_the_table_shows_a_line_a_rung() -> None:
     whole = Paired((SAMPLE,), (SAMPLE,)).fields() | {"rung": "+ MTP-1", "weight_bytes": 2e9, "kl": 0.01, "top1": 0.9}
     speed_only = {k: v for k, v in whole.items() if "again" not in k and k not in ("kl", "top1")} | {"roof_share": 0.5}
     assert len(lines([whole, speed_only])) == 3 and "0.50" in lines([speed_only])[1]
+
+
+def test_a_shape_climbs_without_a_gpu_and_its_lines_say_that_weights_and_drafts_are_made_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from functools import partial
+
+    from onebox.bench import engine
+
+    monkeypatch.setattr(engine, "decode", partial(engine.decode, steps=6))
+    found = list(ladder.climb_shape("tiny", (2,), (1.0, 1.0), prompt=8, repeats=1, layers=4))
+    assert [r["rung"] for r in found] == [
+        "INT4", "+ FP8 shared expert", "+ INT8 head", "+ MTP-2", "+ quantised drafter",
+    ]  # fmt: skip
+    for r in found:
+        assert r["weights"] == "random" and r["model"] == "tiny" and r["roof_share"] is None
+        assert "kl" not in r and "recall" not in r and "plain PyTorch" in r["checks"] and "unpacked" in r["held_as"]
+    assert [r["tokens_per_step"] for r in found] == [1, 1, 1, 3, 3]
+    assert found[3]["forced_acceptance"] == [1.0, 1.0] and found[3]["below"] == "+ INT8 head"
+    assert [a["bytes_per_step"] > b["bytes_per_step"] for a, b in pairwise(found[:3])] == [True, True]

@@ -23,6 +23,28 @@ GOOD: dict[str, Any] = {
     "command": "onebox bench ladder m", "device": "Some CPU, 2 threads", "versions": {"python": "3.11"},
 }  # fmt: skip
 RATIO = {"median": 1.25, "low": 1.2, "high": 1.3}
+ENVIRONMENT = {name: GOOD[name] for name in ("commit", "command", "device", "versions")}
+SERVED: dict[str, Any] = ENVIRONMENT | {
+    "bench": "serve", "scenario": "c32", "model": "m", "server": "version 1", "requests": 9, "failed": 0,
+    "output_tok_s": 50.0, "ttft_ms": {"mean": 21.0, "p50": 20.0, "p90": 30.0, "p99": 40.0},
+    "itl_ms": {"mean": 5.0, "p50": 5.0, "p90": 6.0, "p99": 9.0}, "goodput": {"share": 1.0}, "concurrency": 32,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "ladder": GOOD | {"tok_s_over_below": RATIO, "k": 2, "recall": 1.0},
+    "quality": ENVIRONMENT | {
+        "bench": "quality", "model": "m", "build": "b", "kv": "fp8", "kl": 0.1, "weight_bytes": 9,
+    },
+    "decode": ENVIRONMENT | {
+        "bench": "decode", "shape": "s", "batch": 1, "repeats": 3, "ms_per_step": 20.0, "ms_low": 19.0, "ms_high": 21.0,
+        "roof_share": 0.5, "copy_tb_s": 1.0, "bytes_per_step": 10.0,
+    },
+    "serve": SERVED,
+    "scbench": ENVIRONMENT | {
+        "bench": "scbench", "model": "m", "task": "kv", "mode": "multi-turn", "options": {"prefix_caching": "on"},
+        "score": 0.5, "by_turn": [0.5, 0.5], "held_bytes": 10, "same_answers": True,
+    },
+    "http_overhead": ENVIRONMENT | {"bench": "http_overhead", "streams": 2, "gap_ms": {"p50": 1.0, "p99": 2.0}},
+}  # fmt: skip
 
 
 def write(folder: Path, *records: object, name: str = "a.jsonl") -> Path:
@@ -69,6 +91,37 @@ def test_what_is_no_object_is_refused(tmp_path: Path, row: str) -> None:
         file.write(f"\n{row}\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 3: not"):
         report.main(["--results", str(folder), "--check"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_of_another_version_is_refused_by_its_field_or_shown_and_never_breaks_the_page(
+    kind: str, tmp_path: Path
+) -> None:
+    good, shown = KINDS[kind], 0
+    odd = (None, "", "x|<b>\n", -1, 0, 10**400, float("nan"), float("inf"), 1e308, [], [1], {}, {"a": 1}, True)
+    for name in good:
+        for value in ("left out", *odd):
+            changed = good | {name: value}
+            if value == "left out":
+                del changed[name]
+            lines, wrong = report.read(write(tmp_path, changed))
+            if not wrong:
+                pictures = report.charts(lines)
+                assert "<h2>" in report.page(lines, pictures) and "##" in report.markdown(lines, list(pictures))
+                shown += 1
+            else:
+                assert all(what.startswith("a.jsonl, line 1: ") and len(what.splitlines()) == 1 for what in wrong)
+    assert shown > len(good)
+
+
+def test_serving_lines_have_percentiles_side_by_side(tmp_path: Path) -> None:
+    slow = SERVED | {"server": "version 2", "ttft_ms": {"p50": 200.0, "p99": 400.0}, "itl_ms": {}}
+    lines, wrong = report.read(write(tmp_path, SERVED, slow))
+    made = report.charts(lines)
+    assert not wrong and sorted(made) == ["serving-between-tokens.svg", "serving-first-token.svg"]
+    first = made["serving-first-token.svg"]
+    assert all(f"c32, version 1, p{p}" in first for p in (50, 90, 99)) and "c32, version 2, p99" in first
+    assert "mean" not in first and "version 2" not in made["serving-between-tokens.svg"]
 
 
 def test_a_refusal_is_one_line_of_the_command_and_nothing_is_written(
@@ -147,16 +200,28 @@ def test_axes_are_round_and_hold_what_is_shown() -> None:
 
 
 @pytest.mark.browser
-def test_the_page_opens_in_chromium_with_every_chart_in_sight_and_a_clean_console(tmp_path: Path) -> None:
-    from browser import WIDE, Browser
+@pytest.mark.parametrize("width", ["wide", "narrow"])
+def test_the_page_opens_in_chromium_with_every_chart_painted_and_a_clean_console(tmp_path: Path, width: str) -> None:
+    import io
 
-    folder = write(tmp_path / "results", GOOD, GOOD | {"bench": "quality", "build": "int4"})
+    from browser import NARROW, WIDE, Browser
+    from PIL import Image
+
+    folder = write(tmp_path / "results", GOOD, GOOD | {"bench": "quality", "build": "int4"}, SERVED)
     page = tmp_path / "r.html"
     report.main(["--results", str(folder), "--markdown", str(tmp_path / "r.md"), "--html", str(page)])
     browser = Browser()
     try:
-        browser.open(page.as_uri(), WIDE)
-        assert all(node.is_displayed() and node.size["height"] > 50 for node in browser.all("svg"))
-        assert len(browser.all("svg")) == 3 and not browser.complaints()
+        browser.open(page.as_uri(), WIDE if width == "wide" else NARROW)
+        charts = browser.all("svg")
+        assert len(charts) == 5 and not browser.complaints()
+        for chart in charts:
+            assert chart.is_displayed() and chart.size["height"] > 50
+            pixels = Image.open(io.BytesIO(chart.screenshot_as_png)).convert("RGB")
+            colours = {colour for _, colour in pixels.getcolors(maxcolors=1 << 20) or ()}
+            assert (255, 255, 255) in colours and len(colours) > 20, "an empty chart"
+            assert any(b > r + 60 for r, _, b in colours), "no bar or point is painted"
+        wide_as_window = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert browser.script(wide_as_window), "the page scrolls sideways"
     finally:
         browser.close()

@@ -49,7 +49,11 @@ def random_engine(
 def decode(engine: Engine, batch: int, prompt: int, steps: int = STEPS) -> tuple[float, float, float]:
     """Milliseconds a step (median), tokens a step and request, milliseconds until all have their first."""
     vocab, rng = engine.info.vocab, random.Random(batch)
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     params = SamplingParams(max_tokens=4 * steps, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         engine.add(Request(f"r{i}", tuple(rng.randrange(vocab) for _ in range(prompt)), params))

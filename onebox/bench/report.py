@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,17 @@ from onebox.bench.charts import Bar, Point, bars, points
 from onebox.errors import ConfigError
 
 SHARES = ("roof_share", "acceptance", "recall", "top1", "same_text", "top1_agreement", "right", "gain_share")
+TEXTS = ("model", "shape", "build", "rung", "kv", "scenario", "server", "task", "mode")
+ABOVE_0 = ("tok_s", "ms_per_step", "bytes_per_step", "copy_tb_s", "weight_bytes", "batch")
+NEEDED = {  # what tables and charts cannot do without
+    "ladder": ("rung", "tok_s", "ms_per_step"),
+    "decode": ("batch", "ms_per_step"),
+    "quality": ("model",),
+    "serve": ("scenario",),
+}
+ROOF = ("bytes_per_step", "ms_per_step", "copy_tb_s")  # of a line with a share of the roof
+RATIO = ("median", "low", "high")
+HIGHEST = 1e30
 SPREAD = {"ladder": "tok_s", "decode": "ms_per_step"}  # figures that must come with a spread
 SHOWN = 20  # rows of a table; the file has the rest
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -35,8 +45,17 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "engine": ("model", "build", "batch", "k", "forced_acceptance", "ms_per_step", "tokens_per_step", "tok_s"),
     "quality": ("build", "kv", "kl", "top1", "perplexity", "reference_perplexity", "weight_mb", "reach"),
     "drafters": ("drafter", "chats", "batch", "tok_s", "tokens_per_step", "acceptance", "same_text"),
-    "serve": ("scenario", "server", "output_tok_s", "ttft_ms", "itl_ms", "failed"),
-    "scbench": ("task", "mode", "kv", "score", "hits"),
+    "serve": (
+        "scenario", "server", "arrival", "rate", "concurrency", "requests", "failed", "output_tok_s", "ttft_ms",
+        "itl_ms", "cached_share", "acceptance", "goodput",
+    ),
+    "scbench": (
+        "task", "mode", "options", "score", "by_turn", "later_cached_share", "first_ttft_ms", "later_ttft_ms",
+        "held_bytes", "same_answers", "same_with_and_without_cache",
+    ),
+    "sparse-search": (
+        "mode", "length", "budget", "sparse_from", "kl", "top1", "perplexity_ratio", "needles", "key_values", "items",
+    ),
     "http_overhead": ("streams", "rate", "endpoint", "tok_s", "events_s", "gap_ms"),
     "reuse": ("prompt", "cold_ttft_ms", "warm_ttft_ms", "share", "same_token"),
     "kernel": ("kernel", "shape", "batch", "us", "floor_us", "share"),
@@ -95,14 +114,40 @@ def faults(record: dict[str, Any]) -> Iterator[str]:
         value = word.partition("=")[2] if word.startswith("-") else word
         if value.startswith(("/", "~")):
             yield f"the command names a folder of a machine: {value}"
+    figures = True
     for name, value in flat(record):
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{name} is {value}"
+        if is_number(value) and not abs(value) <= HIGHEST:
+            yield f"{name} is {value:g}" if isinstance(value, float) else f"{name} is no figure"
+            figures = False
         elif name in SHARES and is_number(value) and not 0 <= value <= 1:
             yield f"{name} {value:g} is no share"
         elif name == "repeats" and (not is_number(value) or value < 1):
             yield f"repeats is {value}"
-    yield from spread_faults(record)
+    yield from kind_faults(record)
+    if figures:
+        yield from spread_faults(record)
+
+
+def kind_faults(record: dict[str, Any]) -> Iterator[str]:
+    """A field that is missing, or of a kind that tables and charts cannot show: of another version, or by hand."""
+    needed = NEEDED.get(str(record.get("bench")), ()) + (ROOF if record.get("roof_share") else ())
+    yield from (f"no {name}" for name in dict.fromkeys(needed) if record.get(name) in (None, ""))
+    for name in TEXTS:
+        if record.get(name) is not None and not isinstance(record[name], str):
+            yield f"{name} is no text"
+    for name in (*ABOVE_0, "kl", "roof_share"):
+        value, least = record.get(name), 0 if name in ABOVE_0 else -HIGHEST
+        if value is not None and not (is_number(value) and value > least):
+            yield f"{name} is no number" + (" above 0" if name in ABOVE_0 else "")
+    ratio = record.get("tok_s_over_below")
+    if ratio is not None and not (isinstance(ratio, dict) and all(map(is_number, map(ratio.get, RATIO)))):
+        yield f"tok_s_over_below has no {', '.join(RATIO)}"
+    for name in ("ttft_ms", "itl_ms", "gap_ms"):
+        found = record.get(name)
+        if isinstance(found, dict) and not all(is_number(v) and v >= 0 for v in found.values()):
+            yield f"{name} has a percentile that is no number, 0 or more"
+        elif record.get("bench") == "serve" and found is not None and not isinstance(found, dict):
+            yield f"{name} has no percentiles"
 
 
 def spread_faults(record: dict[str, Any]) -> Iterator[str]:
@@ -182,12 +227,12 @@ def charts(lines: Sequence[Line]) -> dict[str, str]:
                 f"Ladder of {where}", "tokens a second, one chat", [ladder_bar(r) for r in newest]
             )
     quality = [line.record for line in lines if line.record["bench"] == "quality"]
-    seen = [r for r in quality if r.get("weight_bytes") and r.get("kl", 0) > 0]
+    seen = [r for r in quality if r.get("weight_bytes") and (r.get("kl") or 0) > 0]
     if seen:
-        newest = list({(r["model"], r["build"], r.get("kv")): r for r in seen}.values())
+        newest = list({(r["model"], r.get("build"), r.get("kv")): r for r in seen}.values())
         made["quality.svg"] = points(
             "Quality against bytes", "MB of weights", "KL to the 16-bit original, nats a token",
-            [Point(str(r["build"]), r["weight_bytes"] / 1e6, r["kl"], str(r["model"])) for r in newest],
+            [Point(str(r.get("build") or "-"), r["weight_bytes"] / 1e6, r["kl"], r["model"]) for r in newest],
         )  # fmt: skip
     steps = [r for line in lines if (r := line.record).get("roof_share") and r["bench"] in ("decode", "ladder")]
     for device in dict.fromkeys(str(r["device"]) for r in steps):
@@ -197,13 +242,20 @@ def charts(lines: Sequence[Line]) -> dict[str, str]:
             f"Steps under the roof of {device}, {copy:g} TB/s", "GB a step", "milliseconds a step",
             [
                 Point(
-                    str(r.get("rung") or f"batch {r['batch']}"), r["bytes_per_step"] / 1e9,
+                    str(r.get("rung") or f"batch {r.get('batch', '-')}"), r["bytes_per_step"] / 1e9,
                     r["ms_per_step"], str(r.get("model") or r.get("shape")),
                 )
                 for r in here
             ],
             roof=copy,
         )  # fmt: skip
+    served = [line.record for line in lines if line.record["bench"] == "serve"]
+    for name, title in (("ttft_ms", "First token"), ("itl_ms", "Between tokens")):
+        newest = list({(r["scenario"], r.get("server"), r["device"]): r for r in served if r.get(name)}.values())
+        if newest:
+            made[f"serving-{plain(title)}.svg"] = bars(
+                f"{title} by scenario", "milliseconds", [bar for r in newest for bar in percentile_bars(r, name)]
+            )
     delays = [line.record for line in lines if isinstance(line.record.get("gap_ms"), dict)]
     if delays:
         rows_of = [
@@ -222,6 +274,14 @@ def ladder_bar(record: dict[str, Any]) -> Bar:
         record["rung"], record["tok_s"], record["tok_s_low"], record["tok_s_high"],
         f"x {ratio['median']:.2f}" if ratio else "",
     )  # fmt: skip
+
+
+def percentile_bars(record: dict[str, Any], name: str) -> Iterator[Bar]:
+    """A bar a percentile of one serving line."""
+    server = f", {record['server']}" if record.get("server") else ""
+    for p, value in record[name].items():
+        if p != "mean":
+            yield Bar(f"{record['scenario']}{server}, {p}", value)
 
 
 def plain(words: str) -> str:
@@ -250,7 +310,7 @@ def markdown(lines: Sequence[Line], pictures: Sequence[str], folder: str = "imag
         for line in newest:
             cells = [shown(line.record, c) for c in columns]
             out.append("| " + " | ".join((*cells, line.record["commit"])) + " |")
-        commands = list(dict.fromkeys(line.record["command"] for line in newest))
+        commands = list(dict.fromkeys(" ".join(line.record["command"].split()) for line in newest))
         out += ["", *(f"    {command}" for command in commands[-6:])]
     return "\n".join(out) + "\n"
 
