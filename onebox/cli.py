@@ -165,6 +165,10 @@ KvCacheDtype = Annotated[
 KvGb = Annotated[float | None, typer.Option(help="GB of KV pages; left out: what the plan has over.")]
 Utilization = Annotated[float | None, typer.Option(help="Share of the device's memory that all of it may use.")]
 Floor = Annotated[float | None, typer.Option(help="GB to leave free; on unified memory 8 if not given.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Ray cluster that does the work, such as ray://host:10001; local begins one."),
+]
 SnapshotHostGb = Annotated[float, typer.Option(help="GB of host memory for prefix-cache states.")]
 
 
@@ -624,6 +628,8 @@ def batch(
     patience: Annotated[float, typer.Option(help="Seconds that the server may be away before the run ends.")] = 300.0,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try results without an answer again.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    ray: Ray = None,
+    ray_workers: Annotated[int | None, typer.Option(min=1, help="Engines there; left out: one a GPU.")] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint folder. Left out: the bundled test model.")] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Names that requests may ask for.")] = None,
     max_model_len: MaxModelLen = None,
@@ -664,7 +670,8 @@ def batch(
     engine = {name: value for name, value in engine.items() if value is not None}
     limits = Limits(concurrency or (16 if base_url else 2 * max_num_seqs), attempts, timeout, patience)
     if base_url is not None:
-        if given := [*engine, *(["model"] if model else []), *(["served_model_name"] if served_model_name else [])]:
+        flags = {"model": model, "served_model_name": served_model_name, "ray": ray, "ray_workers": ray_workers}
+        if given := [*engine, *(name for name, value in flags.items() if value)]:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for a model in here; leave it out beside --base-url.")
         if api_key is None:
             api_key = next(iter(environment_keys()), None)
@@ -688,6 +695,10 @@ def batch(
                 yield url, key
 
         server = served
+        if ray is not None:
+            from onebox.integrations.ray_data import Spread
+
+            server = Spread(ray, options, limits, ray_workers)
     fix = "change 'model' in the file" + ("" if base_url else ", or give --served-model-name NAME")
     code = run(source, out, server, limits, errors=errors, retry_failed=retry_failed, quiet=quiet, fix=fix, say=say)
     if code:
@@ -708,12 +719,25 @@ def compress(
     model: Annotated[str | None, typer.Option(help="Scorer: folder or id. Left out: the bundled model.")] = None,
     html: Annotated[str | None, typer.Option(help="Write a heat map of what stayed and why.")] = None,
     jsonl: Annotated[bool, typer.Option("--jsonl", help="One JSON object a line with a field 'prompt'.")] = False,
+    out: Annotated[Path | None, typer.Option(help="FILE's rows, .jsonl or .parquet, with one column shorter.")] = None,
+    column: Annotated[str, typer.Option(help="That column, with --out.")] = "prompt",
+    ray: Ray = None,
 ) -> None:
-    """Shorten a prompt: text in, shorter text out; the summary goes to stderr."""
+    """Shorten a prompt: text in, shorter text out; the summary goes to stderr.
+
+    With --out, a file of any size, kept part by part; the same command goes on where it was ended. Exit status 3: done,
+    and some rows have an error.
+    """
     from onebox.prompt import command
 
     if rate is None and target_tokens is None:
         rate = 0.5
+    if out is not None:
+        if html:
+            raise ConfigError("--html draws one prompt; leave out --out.")
+        raise typer.Exit(compress_rows(Path(file), out, ray, column, method, model, rate, target_tokens, question))
+    if ray is not None or column != "prompt":
+        raise ConfigError(f"--{'ray' if ray else 'column'} is for files of rows; name the output with --out FILE.")
     compressor = command.build_compressor(method, model)
     options = {"rate": rate, "target_tokens": target_tokens, "question": question}
     text = read_text(file)
@@ -737,6 +761,21 @@ def compress(
     if html:
         command.write_html(result, html)
     say(summary)
+
+
+def compress_rows(source: Path, out: Path, ray: str | None, *settings: Any) -> int:
+    """The exit status."""
+    from onebox.prompt import bulk
+
+    how = bulk.Settings(*settings)
+    work = bulk.in_here(how)
+    if ray is not None:
+        from onebox.integrations.ray_data import over_cluster
+
+        work = over_cluster(ray, how)
+    errors = bulk.compress_file(source, out, how, work, say)
+    say(f"{source} -> {out}" + (f"; {errors} rows have an error" if errors else ""))
+    return 3 if errors else 0
 
 
 @app.command()
@@ -818,7 +857,8 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exit codes: 0 done, 1 the command failed, 2 the command line is wrong, 130 interrupted;
-    `guard` adds 3, flagged, `doctor` 3, a problem found, and `batch` 3, not all was answered."""
+    `guard` adds 3, flagged, `doctor` 3, a problem found, `batch` and `compress` 3, not all was done.
+    """
     args = expand_repeated(sys.argv[1:] if argv is None else argv)
     try:
         code = app(args or ["--help"], standalone_mode=False)

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -167,6 +168,17 @@ def environment_keys() -> tuple[str, ...]:
     """API keys of ONEBOX_API_KEY (several: by commas), or of VLLM_API_KEY where that is not set."""
     value = os.environ.get("ONEBOX_API_KEY") or os.environ.get("VLLM_API_KEY") or ""
     return tuple(key.strip() for key in value.split(",") if key.strip())
+
+
+def ray_environment(names: Sequence[str]) -> dict[str, str]:
+    """Those of a Ray deployment's settings that the environment has: ONEBOX_RAY_REPLICAS for `replicas`."""
+    found = {name: os.environ.get(f"ONEBOX_RAY_{name.upper()}") for name in names if name != "api_keys"}
+    return {name: value for name, value in found.items() if value}
+
+
+def quiet_ray() -> None:
+    """Ray that is begun here tells nobody of its use, unless the environment says that it may."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def upstream_key() -> str | None:

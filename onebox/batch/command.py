@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from onebox.batch.jobs import BadLine, Job, Scan, scan
 from onebox.batch.results import Results, encode, is_ok
@@ -24,6 +24,17 @@ FLAWED = 3  # exit status: everything was tried, and some of it has no answer
 LINE_S = 30.0
 Say = Callable[[str], None]
 Server = AbstractContextManager[tuple[str, str | None]]  # URL and key
+
+
+class Workers(Protocol):
+    """What answers in place of one server. `names` are those of its models."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def answer(self, path: Path, jobs: Sequence[Job], keep: Callable[[Mapping[str, Any]], None]) -> int | None:
+        """`keep` is called with the result of each job of the file. The signal that ended it early, or None."""
+        ...
 
 
 @dataclass
@@ -146,7 +157,7 @@ def check_models(wanted: Counter[str | None], served: Sequence[str] | None, say:
 def batch(
     source: Path,
     out: Path,
-    server: Callable[[], Server],
+    server: Callable[[], Server] | Workers,
     limits: Limits,
     *,
     errors: Path | None = None,
@@ -157,7 +168,7 @@ def batch(
 ) -> int:
     """Answer every request of `source` that has no result in `out`. The exit status: 0, FLAWED, or a signal's.
 
-    `server` opens what answers; it is not opened when nothing is left. Raises OneboxError.
+    `server` opens what answers, or is workers; neither begins when nothing is left. Raises OneboxError.
     """
     bad_path = errors or errors_of(out)
     if len({path.resolve() for path in (source, out, bad_path)}) < 3:
@@ -174,6 +185,18 @@ def batch(
             say(f"{source}: {len(found.bad)} bad lines, told in {bad_path}; line {first.line}: {first.message}")
         tally, number = Tally(len(found.jobs), kept=len(found.jobs) - len(left)), None
 
+        def by_workers(workers: Workers) -> int | None:
+            check_models(found.models, workers.names, say, fix=fix)
+            tally.begun_s = time.monotonic()
+            with progress(tally, say, quiet=quiet) as advance:
+
+                def keep(result: Mapping[str, Any]) -> None:
+                    results.append(result)
+                    tally.add(result)
+                    advance()
+
+                return workers.answer(source, left, keep)
+
         async def answer(url: str, key: str | None) -> int | None:
             async with open_sender(url, limits, key) as sender:
                 sender.stop.on_first = lambda: say("finishing what is under way; once more drops it")
@@ -187,7 +210,9 @@ def batch(
 
                     return await run(source, left, results, sender, tell=tell)
 
-        if left:
+        if left and not callable(server):
+            number = by_workers(server)
+        elif left and callable(server):
             with server() as (url, key):
                 number = asyncio.run(answer(url, key))
         say(f"{tally.line()} -> {out}")

@@ -1,0 +1,309 @@
+"""Ray Serve on a cluster of this machine: the answers of one engine, prefixes kept together, replicas that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import saying
+
+with warnings.catch_warnings():  # its own use of others
+    warnings.simplefilter("ignore")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'onebox[ray]'")
+    from ray import serve
+
+    from onebox.integrations.ray_serve import Options, app, build
+
+from onebox.config import EngineConfig, bundled_model
+from onebox.engine.process import ProcessEngine
+from onebox.errors import ConfigError
+from onebox.server.serve import ServeOptions, in_background
+
+pytestmark = pytest.mark.filterwarnings("default")
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
+URL = f"http://127.0.0.1:{PORT}"
+KEEPERS = ("Ines", "Tomas", "Marta", "Jonas", "Vera", "Otto", "Lena", "Paul")
+PROMPTS, EACH = 40, 5
+
+
+def body(story: int, n: int, **more: Any) -> dict[str, Any]:
+    """Question `n` after a system prompt of some 180 tokens that is the story's own."""
+    told = random.Random(story)
+    text = " ".join(f"In year {told.randrange(999)} {told.choice(KEEPERS)} kept the light." for _ in range(14))
+    return {
+        "messages": [{"role": "system", "content": text}, {"role": "user", "content": f"Say {n}."}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": False},
+        **more,
+    }
+
+
+def long_body(n: int) -> dict[str, Any]:
+    return body(100 + n % 6, n, max_tokens=32)
+
+
+def ask(request: dict[str, Any], url: str = URL, **headers: str) -> tuple[str, int, int, str]:
+    """The text, prompt tokens, those found in the cache, and the replica."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=request, headers=headers, timeout=300)
+    assert answer.status_code == 200, answer.text
+    value = answer.json()
+    cached = value["usage"]["prompt_tokens_details"]["cached_tokens"]
+    replica = answer.headers.get("x-onebox-replica", "")
+    return value["choices"][0]["message"]["content"], value["usage"]["prompt_tokens"], cached, replica
+
+
+def streamed(request: dict[str, Any]) -> tuple[str, str | None, str, bool]:
+    """The text of a stream, its error, the replica, and whether a part of the answer came."""
+    text, error, begun = "", None, False
+    ask = {**request, "stream": True}
+    with httpx.stream("POST", f"{URL}/v1/chat/completions", json=ask, timeout=300) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                value = json.loads(line[6:])
+                error = error or (value.get("error") or {}).get("code")
+                begun = begun or "choices" in value
+                text += "".join(choice["delta"].get("content") or "" for choice in value.get("choices", ()))
+        return text, error, answer.headers["x-onebox-replica"], begun
+
+
+def many(requests: list[Any], at_a_time: int, how: Any = ask) -> list[Any]:
+    with ThreadPoolExecutor(at_a_time) as pool:
+        return list(pool.map(how, requests))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two CPUs' worth of replicas, and nothing that talks to anybody."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    given = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "PYTHONPATH": path}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        ray.init(
+            "local",
+            num_cpus=2,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=100 * 2**20,
+            logging_level="ERROR",
+        )
+        try:
+            serve.start(http_options={"port": PORT}, logging_config={"log_level": "ERROR"})
+            yield
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+@contextmanager
+def served(options: Options, **more: Any) -> Iterator[None]:
+    serve.run(build(options, **more), name="onebox")
+    try:
+        yield
+    finally:
+        serve.delete("onebox")
+
+
+def pid_of(replica: str) -> int:
+    actor = ray.get_actor(f"SERVE_REPLICA::onebox#Box#{replica}", namespace="serve")
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+def replicas(n: int = 24) -> set[str]:
+    """Those that answer: sessions are spread over all of them."""
+    return {by_session(str(i)) for i in range(n)}
+
+
+def by_session(session: str) -> str:
+    """Who answers it; that may have to wait until one is free."""
+    get = httpx.get(f"{URL}/v1/models", headers={"x-session-id": session}, timeout=120)
+    return get.raise_for_status().headers["x-onebox-replica"]
+
+
+def wait_until(true: Any, seconds: float = 120) -> None:
+    end_s = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+
+
+def hit_rate(answers: list[tuple[str, int, int, str]]) -> float:
+    return sum(cached for _, _, cached, _ in answers) / sum(tokens for _, tokens, _, _ in answers)
+
+
+@pytest.mark.slow
+def test_replicas_answer_as_one_engine_keep_prefixes_and_survive_a_kill(cluster, recorded):
+    order = [(story, n) for story in range(PROMPTS) for n in range(EACH)]
+    random.Random(7).shuffle(order)
+    with in_background(
+        ServeOptions(engine=EngineConfig(bundled_model()), port=0, drain_s=1), ProcessEngine, say=lambda _: None
+    ) as (url, _):
+        alone = many([body(*which) for which in order], 8, lambda request: ask(request, url))
+        longer = {n: ask(long_body(n), url)[0] for n in range(40)}
+    texts = [text for text, *_ in alone]
+
+    with served(Options(replicas=2, gpus=0)):
+        together = many([body(*which) for which in order], 8)
+        assert [text for text, *_ in together] == texts
+        assert len({replica for *_, replica in together}) == 2
+        killed = kill(longer)
+    with served(Options(replicas=2, gpus=0)):  # nothing is cached; a session of its own puts each anywhere
+        chance = random.Random(11)
+        anywhere = [(body(*which), str(chance.random())) for which in order]
+        scattered = many(anywhere, 8, lambda r: ask(r[0], **{"x-session-id": r[1]}))
+        assert [text for text, *_ in scattered] == texts
+    rates = [hit_rate(answers) for answers in (alone, together, scattered)]
+    values = {
+        "bench": "ray_replicas",
+        "model": "tiny",
+        "replicas": 2,
+        "requests": len(order),
+        "prompts": PROMPTS,
+        "at_a_time": 8,
+        "right": 1.0,
+        **{
+            f"cached_share_{name}": round(rate, 4)
+            for name, rate in zip(("one", "prefix", "random"), rates, strict=True)
+        },
+        "by_replica": sorted(Counter(replica for *_, replica in together).values()),
+        "kill": killed,
+    }
+    recorded("ray.jsonl", values)
+    print(values)
+    assert rates[1] > rates[2] + 0.1 and rates[1] > rates[0] - 0.1
+
+
+def kill(expected: dict[int, str]) -> dict[str, Any]:
+    """One replica is killed under a load of streams and whole answers; then all is as before. What it cost."""
+    before = replicas()
+    victim = sorted(before)[0]
+    pid, done, killed, killed_s = pid_of(victim), Counter[str](), threading.Event(), 0.0
+    requests = [(n % 2 == 0, n) for n in range(40)]
+
+    def one(request: tuple[bool, int]) -> tuple[bool, str, str | None, str]:
+        nonlocal killed_s
+        streams, n = request
+        content = long_body(n)
+        if streams:
+            text, error, replica, _ = streamed(content)
+        else:
+            (text, _, _, replica), error = ask(content), None
+        done[replica] += 1
+        if sum(done.values()) >= 12 and not killed.is_set():
+            killed.set()
+            killed_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+        return text == expected[n], text, error, replica
+
+    outcomes = many(requests, 8, one)
+    failed = [(request, outcome) for request, outcome in zip(requests, outcomes, strict=True) if not outcome[0]]
+    for (streams, _), (_, _, error, replica) in failed:
+        assert streams and error == "engine_unavailable" and replica == victim
+    assert killed.is_set() and done[victim] and len(failed) <= 8
+    wait_until(lambda: len(replicas()) == 2 and victim not in replicas())
+    back_s = time.monotonic() - killed_s
+    again = many([long_body(n) for n in range(16)], 8)
+    assert [text for text, *_ in again] == [expected[n] for n in range(16)]
+    assert victim not in {replica for *_, replica in again}
+    return {
+        "requests": len(requests),
+        "at_a_time": 8,
+        "failed_streams": len(failed),
+        "failed_whole": 0,
+        "back_s": round(back_s, 1),
+    }
+
+
+def slow_speech(config: EngineConfig) -> Any:
+    """An engine whose answers take two seconds."""
+    return saying("hm</think>" + "Hello " * 20, step_s=0.05, max_num_seqs=config.max_num_seqs)
+
+
+@pytest.mark.slow
+def test_load_adds_replicas_a_restart_loses_nothing_and_clients_that_leave_cancel(cluster):
+    options = {"max_replicas": 2, "gpus": 0, "target": 1, "up_s": 1, "down_s": 600, "max_num_seqs": 2, "waiting": 64}
+    with served(Options(**options), make=slow_speech):
+        assert len(replicas()) == 1
+        asked = {"messages": [{"role": "user", "content": "Hi"}]}
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(ask, [asked] * 48)
+            wait_until(lambda: len(replicas(6)) == 2)
+            assert {text for text, *_ in answers} == {"Hello " * 20}
+        together = many([asked] * 4, 4, lambda request: ask(request, **{"x-session-id": "one"}))
+        assert len({replica for *_, replica in together}) == 2  # two fill the one that the session has
+
+        old = replicas()
+        with ThreadPoolExecutor(1) as pool:
+            restart = pool.submit(
+                serve.run, build(Options(**options, replicas=2, generation="2"), make=slow_speech), name="onebox"
+            )
+            asked_meanwhile = 0
+            while not restart.done():
+                many([asked] * 2, 2)
+                asked_meanwhile += 2
+            restart.result()
+        assert asked_meanwhile >= 2
+        wait_until(lambda: not old & replicas())
+
+        with httpx.stream("POST", f"{URL}/v1/chat/completions", json={**asked, "stream": True}, timeout=60) as answer:
+            next(answer.iter_lines())
+            replica = answer.headers["x-onebox-replica"]
+        stats = {"x-session-id": next(s for s in map(str, range(99)) if by_session(s) == replica)}
+
+        def running() -> int:
+            return httpx.get(f"{URL}/v1/onebox/stats", headers=stats).json()["running"]
+
+        wait_until(lambda: running() == 0, 1.5)  # sooner than the answer would have ended
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"replica": "2"}, "replica not known"),
+        ({"replicas": "many"}, "replicas must be a number"),
+        ({"replicas": "0"}, "replicas must be at least 1"),
+        ({"replicas": "3", "max_replicas": "2"}, "max_replicas must be replicas (3) or more"),
+        ({"routing": "luck"}, "routing must be one of prefix, load"),
+        ({"gpus": "-1"}, "gpus must be 0 or more"),
+        ({"engine": "[]"}, "engine must be a JSON object"),
+        ({"engine": '{"kv": 1}'}, "engine must be a JSON object of the engine's settings"),
+        ({"engine": '{"kv_gb": -1}'}, "kv_gb must be above 0"),
+        ({"target": "nan"}, "target must be at least 0.1"),
+    ],
+)
+def test_a_mistake_is_one_line(args, says):
+    with pytest.raises(SystemExit, match="error: ") as ended:
+        app(args)
+    assert says in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_settings_come_from_arguments_before_the_environment(monkeypatch):
+    monkeypatch.setenv("ONEBOX_RAY_REPLICAS", "many")
+    with pytest.raises(SystemExit, match="replicas must be a number"):
+        app({})
+    monkeypatch.setenv("ONEBOX_API_KEY", "k1,k2")
+    options = Options.of({"replicas": "2", "engine": {"kv_gb": 1}})
+    assert options.api_keys == ("k1", "k2") and "k1" not in repr(options)
+    assert options.serve_options().engine.kv_gb == 1
+    with pytest.raises(ConfigError, match="api_keys not known"):
+        Options.of({"api_keys": "k"})
