@@ -115,7 +115,8 @@ class Output:
 
     The last Output of a request has `finish_reason`; `stop_token` is the id that ended it, and is not in `tokens`.
     `drafted` and `accepted` count draft tokens proposed and kept since the request began; `accepted_per_pos[i]` counts
-    the steps in which draft i was kept. With finish_reason "error", `refused` says that the request itself is at fault.
+    the steps in which draft i was kept; `waited_s` is what the request spent in the queue before its first step. With
+    finish_reason "error", `refused` says that the request itself is at fault.
     """
 
     request_id: str
@@ -130,6 +131,7 @@ class Output:
     drafted: int = 0
     accepted: int = 0
     accepted_per_pos: tuple[int, ...] = ()
+    waited_s: float = 0.0
 
 
 def joined(first: Output, then: Output) -> Output:

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from onebox.engine.client import MAX_JOINED, EngineInfo, EngineStats, Health, StartClock
@@ -101,17 +101,18 @@ class FakeEngine:
             raise QueueFullError(f"{self._counts['waiting']} requests are waiting; try again later.")
         self.requests.append(request)
         self._count(waiting=1)
+        came_s = time.monotonic()
         try:
             await self._slots.acquire()
         finally:
             self._count(waiting=-1)
         self._count(running=1, slots_free=-1, prompt_tokens=len(request.prompt))
-        ended = False
+        ended, admitted_s = False, time.monotonic()
         try:
             await asyncio.sleep(self.prefill_s)
             async for output in self._outputs(request):
                 ended = output.finish_reason is not None
-                yield output
+                yield replace(output, waited_s=admitted_s - came_s)
         finally:
             self._slots.release()
             self._count(running=-1, slots_free=1, finished=int(ended), cancelled=int(not ended))

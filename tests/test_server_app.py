@@ -338,6 +338,26 @@ def test_pings_keep_a_long_prefill_alive_and_errors_still_arrive() -> None:
     assert events(failed)[-1]["error"]["code"] == "engine_unavailable"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "x"}),
+        (CHAT, {"messages": HI}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+    ],
+)
+def test_pings_come_in_every_silence_of_every_stream(path: str, body: dict[str, Any]) -> None:
+    """Between events too: a slow step is a silence as a long prefill is."""
+    response = post(saying("a b c", step_s=0.15), path, {**body, "stream": True}, ping_s=0.04)
+    parts = [part for part in response.text.split("\n\n") if part]
+    pings = [i for i, part in enumerate(parts) if part == ": ping"]
+    data = [i for i, part in enumerate(parts) if "data: " in part]
+    assert pings[0] < data[0]
+    assert any(data[0] < i < data[-1] for i in pings)
+    assert all(part == ": ping" or part.startswith(("data: ", "event: ")) for part in parts)  # never inside one
+
+
 def test_models_lists_every_served_name() -> None:
     async def run() -> None:
         async with client_of(saying("x"), served_names=["a", "org/b"]) as client:

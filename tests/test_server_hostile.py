@@ -505,3 +505,69 @@ def exists(store: Store, id: str) -> bool:
     except responses.NotFoundError:
         return False
     return True
+
+
+# One key's things and another's
+
+
+def test_what_one_key_stored_is_not_there_for_another() -> None:
+    async def run() -> None:
+        store = {"model": "tiny", "input": "Remember heron.", "compress": {"rate": 0.5}}
+        async with client_of(saying("hm</think>Hello"), api_keys=["mine", "yours"]) as client:
+            mine, yours = ({"authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+            made = await client.post(RESPONSES, json=store, headers=mine)
+            id, trace = made.json()["id"], made.headers["x-onebox-trace"]
+            go_on = {"input": "What was it?", "previous_response_id": id}
+            refused = await client.post(RESPONSES, json=go_on, headers=yours)
+            unknown = await client.post(RESPONSES, json={**go_on, "previous_response_id": "resp_x"}, headers=yours)
+            assert refused.json()["error"]["message"].replace(id, "resp_x") == unknown.json()["error"]["message"]
+            for path, method in ((f"{RESPONSES}/{id}", "GET"), (f"{RESPONSES}/{id}", "DELETE")):
+                assert (await client.request(method, path, headers=yours)).status_code == 404
+            assert (await client.post(f"{RESPONSES}/{id}/cancel", headers=yours)).status_code == 404
+            assert (await client.get(f"/v1/onebox/traces/{trace}", headers=yours)).status_code == 404
+            # and still there for the first, by either header
+            assert (await client.get(f"/v1/onebox/traces/{trace}", headers=mine)).status_code == 200
+            assert (await client.post(RESPONSES, json=go_on, headers={"x-api-key": "mine"})).status_code == 200
+            assert (await client.delete(f"{RESPONSES}/{id}", headers=mine)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_response_under_way_is_cancelled_by_its_own_key_alone_and_once() -> None:
+    async def run() -> None:
+        engine = engine_of([5] * 8000, step_s=0.005)
+        async with client_of(engine, drain_s=0, api_keys=["mine", "yours"]) as client:
+            mine, yours = {"x-api-key": "mine"}, {"x-api-key": "yours"}
+            body = {"input": "x", "max_output_tokens": 5000}
+            asked = asyncio.create_task(client.post(RESPONSES, json=body, headers=mine))
+            running = client._transport.app.state.responses.running  # type: ignore[attr-defined]
+            while not running:
+                await asyncio.sleep(0.01)
+            (id,) = running
+            assert (await client.post(f"{RESPONSES}/{id}/cancel", headers=yours)).status_code == 404
+            assert engine.stats().running == 1
+            early = await client.post(RESPONSES, json={"input": "y", "previous_response_id": id}, headers=mine)
+            assert (early.status_code, early.json()["error"]["param"]) == (400, "previous_response_id")
+            cancels = await asyncio.gather(*(client.post(f"{RESPONSES}/{id}/cancel", headers=mine) for _ in range(8)))
+            assert {c.status_code for c in cancels} <= {200, 400} and cancels[0].status_code == 200
+            assert (await asyncio.wait_for(asked, 5)).json()["status"] == "cancelled"
+            assert (engine.stats().running, len(running)) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_file_of_responses_without_owners_is_read_by_a_server_without_keys(tmp_path: Path) -> None:
+    path = str(tmp_path / "old.db")
+    old = sqlite3.connect(path)
+    old.execute("create table responses (n integer primary key, id unique, response, items)")
+    old.execute("insert into responses (id, response, items) values ('r1', '{\"id\": \"r1\"}', '[]')")
+    old.commit()
+    old.close()
+    store = Store(path)
+    assert store.get("r1")[0] == {"id": "r1"}
+    with pytest.raises(responses.NotFoundError):
+        store.get("r1", "somebody")
+    store.put({"id": "r2"}, [], "somebody")
+    with pytest.raises(responses.NotFoundError):
+        store.get("r2")
+    store.close()

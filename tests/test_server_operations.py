@@ -247,7 +247,8 @@ def test_every_series_of_the_dashboard_is_on_the_metrics_page() -> None:
 ROUTED = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info
 prefix_cache_queries_total prefix_cache_hits_total prompt_tokens_total generation_tokens_total num_preemptions_total
 request_success_total time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
-request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_decode_time_seconds_bucket
+request_time_per_output_token_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
+request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_inference_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket spec_decode_num_drafts_total
 spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
 spec_decode_num_accepted_tokens_per_pos_total"""
@@ -262,9 +263,26 @@ def test_series_that_routers_and_dashboards_of_vllm_read_are_on_the_metrics_page
     text = asyncio.run(run())
     assert {f"vllm:{name}" for name in ROUTED.split()} <= set(re.findall(r"^([\w:]+)", text, re.M))
     assert 'vllm:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 0.0' in text
-    decode_s = re.search(r"^vllm:request_decode_time_seconds_sum\S* (\S+)", text, re.M)
-    whole_s = re.search(r"^vllm:e2e_request_latency_seconds_sum\S* (\S+)", text, re.M)
-    assert decode_s and whole_s and 0 < float(decode_s[1]) < float(whole_s[1])
+
+
+def test_times_of_a_request_add_up_to_its_latency() -> None:
+    """Two requests, the second of which waits for the slot of the first."""
+
+    async def run() -> str:
+        engine = saying("one two three four", step_s=0.01, prefill_s=0.05, max_num_seqs=1)
+        async with client_of(engine) as client:
+            await asyncio.gather(*(client.post(CHAT, json={"messages": HI}) for _ in range(2)))
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(run())
+    sums = {name: float(s) for name, s in re.findall(r"^vllm:(\w+)_sum\S* (\S+)", text, re.M)}
+    queue, prefill = sums["request_queue_time_seconds"], sums["request_prefill_time_seconds"]
+    decode, whole = sums["request_decode_time_seconds"], sums["e2e_request_latency_seconds"]
+    assert prefill >= 0.1 and decode > 0.05
+    assert whole / 4 < queue < whole / 2  # the second waited while the first was answered
+    assert sums["request_inference_time_seconds"] == pytest.approx(prefill + decode, rel=0.01)
+    assert sums["time_to_first_token_seconds"] == pytest.approx(queue + prefill, rel=0.01)
+    assert queue + prefill + decode == pytest.approx(whole, rel=0.1)
 
 
 def test_acceptance_is_counted_by_position() -> None:

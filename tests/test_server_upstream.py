@@ -319,6 +319,17 @@ def test_an_error_of_the_server_behind_keeps_status_and_words() -> None:
     assert answer.json() == {"error": {"message": "slow down"}}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_that_calls_itself_a_stream_keeps_its_status(stream: bool) -> None:
+    async def broken(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(
+            503, text='{"error": {"message": "later"}}', headers={"content-type": "text/event-stream"}
+        )
+
+    answer = front(httpx.MockTransport(broken), CHAT, json.dumps({"messages": [], "stream": stream}).encode())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "later")
+
+
 def test_only_a_connection_that_was_not_made_is_tried_again() -> None:
     connections = []
 

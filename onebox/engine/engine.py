@@ -444,6 +444,7 @@ class Engine:
                 drafted=s.drafted,
                 accepted=s.accepted,
                 accepted_per_pos=tuple(s.accepted_per_pos),
+                waited_s=s.waited_s or 0.0,
             )
         )
         self._count(generated_tokens=len(tokens), accepted_tokens=kept)

@@ -9,6 +9,7 @@ shortest remaining prompt: a long prompt moves in every step and does not hold u
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from itertools import chain
 
@@ -259,6 +260,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.phase, [sequence.slot] = Phase.PREFILL, self.slots.take(1)
+        if sequence.waited_s is None:
+            sequence.waited_s = time.monotonic() - sequence.came_s
         sequence.pages = held + self.pages.take(need - len(held))
         self.prefix.attach(match, sequence)
         if len(sequence.tokens) == sequence.prompt_len:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
@@ -53,6 +54,8 @@ class Sequence:
     node: Node | None = None
     matcher: Matcher | None = None
     ready: bool = True  # False: its grammar is being compiled
+    came_s: float = field(default_factory=time.monotonic)
+    waited_s: float | None = None  # until it was first admitted
     draft_now: int = 0  # most drafts of its next window: draft_len, or what an adaptive length says
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ from onebox.server import completions, face, logs, messages, metrics
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import Tokenizer
 from onebox.server.intake import Intake, IntakeOptions
+from onebox.server.owners import owner, owner_of
 from onebox.server.protocol import (
     Body,
     ChatBody,
@@ -290,6 +291,7 @@ class Gate:
         self.app = app
         self.count = count
         self.keys = [digest(k.encode()) for k in keys]
+        self.owners = [owner_of(k) for k in self.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -301,6 +303,8 @@ class Gate:
         id = given.decode("ascii") if re.fullmatch(rb"[!-~]+", given) else new_id("req")
         scope.setdefault("state", {})["request_id"] = id
         token, begun_s, status = logs.request_id.set(id), time.perf_counter(), 0
+        known = self._known(headers)
+        whose = owner.set(known or "")
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -310,7 +314,7 @@ class Gate:
             await send(message)
 
         try:
-            if self.keys and scope["path"] not in OPEN_PATHS and not self._known(headers):
+            if self.keys and scope["path"] not in OPEN_PATHS and known is None:
                 e = ApiKeyError("No valid API key: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
                 self.count(e.status, e.code)
                 await shaped_error(scope["path"], e)(scope, receive, send_named)
@@ -326,14 +330,17 @@ class Gate:
             told = {"method": scope["method"], "path": scope["path"][:200], "status": status or 499, "ms": ms}
             logs.access.log(level, "%(method)s %(path)s %(status)d %(ms)s ms", told, extra=told)
             logs.request_id.reset(token)
+            owner.reset(whose)
 
-    def _known(self, headers: Mapping[bytes, bytes]) -> bool:
+    def _known(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """The owner of the key that was sent, or None."""
         given = [headers.get(b"x-api-key", b"")]
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             given.append(bearer.strip())
         # No short cut: the time must not tell which key nearly matched, nor how long one is.
-        return sum(hmac.compare_digest(digest(g), k) for g in given for k in self.keys) > 0
+        same = [i for g in given for i, k in enumerate(self.keys) if hmac.compare_digest(digest(g), k)]
+        return self.owners[same[0]] if same else None
 
 
 def digest(key: bytes) -> bytes:
@@ -624,7 +631,7 @@ def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body
 
     @app.get("/v1/responses/{response_id}", tags=["generation"])
     async def stored(response_id: str) -> Response:
-        return json_response((await asyncio.to_thread(responses.store.get, response_id))[0])
+        return json_response((await asyncio.to_thread(responses.store.get, response_id, owner.get()))[0])
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["generation"])
     async def cancel(response_id: str) -> Response:
@@ -633,7 +640,7 @@ def add_responses(app: FastAPI, responses: Responses, *, ping_s: float, max_body
 
     @app.delete("/v1/responses/{response_id}", tags=["generation"])
     async def delete(response_id: str) -> Response:
-        await asyncio.to_thread(responses.store.delete, response_id)
+        await asyncio.to_thread(responses.store.delete, response_id, owner.get())
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -669,7 +676,7 @@ def add_intake(app: FastAPI, intake: Intake, *, max_body_bytes: int) -> None:
     @app.get("/v1/onebox/traces/{trace_id}", tags=["prompts"])
     async def trace(trace_id: str) -> Response:
         """Which pieces of a prompt were dropped and why, and what the guard found."""
-        return Response(intake.traces.get(trace_id), media_type="application/json")
+        return Response(intake.traces.get(trace_id, owner.get()), media_type="application/json")
 
 
 ERROR_SCHEMA: Mapping[str, Any] = {

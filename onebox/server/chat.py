@@ -397,6 +397,7 @@ class AnswerUsage:
     reasoning_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    waited_s: float = 0.0  # in the engine's queue
 
 
 @dataclass
@@ -451,6 +452,7 @@ class Answer:
         usage, (drafted, accepted) = self.usage, self._drafts_before
         if not usage.prompt_tokens:  # a later engine request of the same answer finds this one's tokens cached
             usage.prompt_tokens, usage.cached_tokens = output.prompt_tokens, output.cached_tokens
+            usage.waited_s = output.waited_s
         usage.drafted, usage.accepted = drafted + output.drafted, accepted + output.accepted
         if output.refused:
             raise RequestError(output.error or "The engine refused this request.", param=self.constrained_by)

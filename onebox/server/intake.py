@@ -32,6 +32,7 @@ from onebox.errors import (
     QueueFullError,
     RequestError,
 )
+from onebox.server.owners import owner
 from onebox.server.protocol import CompressMethod, CompressOptions, GuardPolicy
 from onebox.server.traces import Traces
 
@@ -259,7 +260,8 @@ class Intake:
 
     def _report(self, done: Done, *, refuse: bool) -> Report:
         report = Report(f"trace-{uuid.uuid4().hex}", done.compression, done.guard)
-        self.traces.put(report.trace_id, done.trace.replace(b"{", b'{"id":"%s",' % report.trace_id.encode(), 1))
+        trace = done.trace.replace(b"{", b'{"id":"%s",' % report.trace_id.encode(), 1)
+        self.traces.put(report.trace_id, trace, owner.get())
         savings = self.savings
         if (c := done.compression) is not None:
             savings.compressed += c["status"] == "compressed"

@@ -49,6 +49,8 @@ class Record:
         now_s, m = time.perf_counter(), self._metrics
         if self._tokens == 0:
             m.ttft.observe(now_s - self._begun_s)
+            m.queue.observe(usage.waited_s)
+            m.prefill.observe(max(0.0, now_s - self._begun_s - usage.waited_s))
             self._first_s = now_s
         else:
             m.itl.observe((now_s - self._last_s) / new)
@@ -61,6 +63,8 @@ class Record:
         m, now_s = self._metrics, time.perf_counter()
         m.success.labels(*m.labels, reason).inc()
         m.e2e.observe(now_s - self._begun_s)
+        if self._tokens:
+            m.inference.observe(max(0.0, self._last_s - self._begun_s - usage.waited_s))
         m.request_prompt_tokens.observe(self._prompt_tokens)
         m.request_generation_tokens.observe(usage.completion_tokens)
         if usage.completion_tokens > 1:
@@ -110,6 +114,9 @@ class Metrics(HttpMetrics):
         )
         self.tpot = histogram("request_time_per_output_token_seconds", "Mean time a token after the first.", STEP_S)
         self.e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", LATENCY_S)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to first step.", LATENCY_S)
+        self.prefill = histogram("request_prefill_time_seconds", "First step to first token.", LATENCY_S)
+        self.inference = histogram("request_inference_time_seconds", "First step to last token.", LATENCY_S)
         self.decode = histogram("request_decode_time_seconds", "First token to last.", LATENCY_S)
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTHS)
         self.request_generation_tokens = histogram("request_generation_tokens", "Answer tokens a request.", LENGTHS)

@@ -24,6 +24,7 @@ from onebox.errors import ConfigError, NotFoundError, RequestError, StoreError
 from onebox.server.answers import Service, new_id
 from onebox.server.chat import AnswerDelta
 from onebox.server.completions import Run, prepare_chat
+from onebox.server.owners import owner
 from onebox.server.protocol import ChatBody, IntakeFields, Objects, RequestBody, rename, translated
 
 log = logging.getLogger(__name__)
@@ -221,8 +222,10 @@ def item_messages(
 
 
 class Store:
-    """Responses by id in SQLite, each with its conversation. The oldest are dropped beyond KEPT_RESPONSES, and beyond
-    KEPT_BYTES: a conversation is kept anew with every response that continues it.
+    """Responses by id in SQLite, each with its conversation and its owner, who alone finds it.
+
+    The oldest are dropped beyond KEPT_RESPONSES, and beyond KEPT_BYTES: a conversation is kept anew with every response
+    that continues it.
 
     A file outlives the server. Raises ConfigError for one that cannot be used. Every method may be called from any
     thread, and raises StoreError when the file fails meanwhile (full, locked, read-only).
@@ -236,40 +239,44 @@ class Store:
             # a response is lost by a power cut at most, never by a crash of the server
             self._db.execute("pragma journal_mode = wal").fetchall()
             self._db.execute("pragma synchronous = normal")
-            self._db.execute("create table if not exists responses (n integer primary key, id unique, response, items)")
+            columns = "n integer primary key, id unique, response, items, owner"
+            self._db.execute(f"create table if not exists responses ({columns})")
+            if "owner" not in [row[1] for row in self._db.execute("pragma table_info(responses)")]:
+                self._db.execute("alter table responses add column owner default ''")
             rows = self._db.execute("select n, length(response) + length(items) from responses order by n")
             self._sizes: dict[int, int] = dict(rows.fetchall())
             self._bytes = sum(self._sizes.values())
         except sqlite3.Error as e:
             raise ConfigError(f"--response-store {path}: {e}; name a file that can be written.") from e
 
-    def put(self, response: Mapping[str, Any], items: Sequence[Item]) -> None:
-        row = (response["id"], encode_json(response), encode_json(items))
+    def put(self, response: Mapping[str, Any], items: Sequence[Item], owner: str = "") -> None:
+        row = (response["id"], encode_json(response), encode_json(items), owner)
         with self._using() as db:
-            n = db.execute("insert into responses (id, response, items) values (?, ?, ?)", row).lastrowid
+            n = db.execute("insert into responses (id, response, items, owner) values (?, ?, ?, ?)", row).lastrowid
             assert n is not None
             self._sizes[n] = len(row[1]) + len(row[2])
             self._bytes += self._sizes[n]
             while len(self._sizes) > KEPT_RESPONSES or (self._bytes > self.max_bytes and len(self._sizes) > 1):
                 self._drop(db, next(iter(self._sizes)))
 
-    def get(self, id: str) -> tuple[dict[str, Any], list[Item]]:
+    def get(self, id: str, owner: str = "") -> tuple[dict[str, Any], list[Item]]:
         """A response and its conversation. Raises NotFoundError."""
         with self._using() as db:
-            _, response, items = self._row(db, id)
+            _, response, items = self._row(db, id, owner)
         return json.loads(response), json.loads(items)
 
-    def delete(self, id: str) -> None:
+    def delete(self, id: str, owner: str = "") -> None:
         """Raises NotFoundError."""
         with self._using() as db:
-            self._drop(db, self._row(db, id)[0])
+            self._drop(db, self._row(db, id, owner)[0])
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def _row(self, db: sqlite3.Connection, id: str) -> tuple[int, bytes | str, bytes | str]:
-        row = db.execute("select n, response, items from responses where id = ?", (id,)).fetchone()
+    def _row(self, db: sqlite3.Connection, id: str, owner: str) -> tuple[int, bytes | str, bytes | str]:
+        query = "select n, response, items from responses where id = ? and owner = ?"
+        row = db.execute(query, (id, owner)).fetchone()
         if row is None:
             raise NotFoundError(f"No stored response '{id[:100]}'.", param="response_id")
         n, response, items = row
@@ -295,6 +302,7 @@ class Responses:
         self.service = service
         self.store = store
         self.running: dict[str, bool] = {}  # id of a response under way -> whether it was cancelled
+        self._owners: dict[str, str] = {}  # of those
 
     async def prepare(self, body: ResponsesBody) -> tuple[Run, list[Item]]:
         """The run, and the conversation's items so far. Raises RequestError for all that can be refused."""
@@ -302,7 +310,7 @@ class Responses:
         items: list[Item] = []
         if body.previous_response_id:
             try:
-                items = (await asyncio.to_thread(self.store.get, body.previous_response_id))[1]
+                items = (await asyncio.to_thread(self.store.get, body.previous_response_id, owner.get()))[1]
             except NotFoundError as e:
                 raise RequestError(str(e), param="previous_response_id") from e
         items = [*items, *body.items()]
@@ -320,7 +328,7 @@ class Responses:
     async def _stored(self, response: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
         """Keeps a response. A finished answer is never lost to its store: what it says of itself then is given."""
         try:
-            await asyncio.to_thread(self.store.put, response, items)
+            await asyncio.to_thread(self.store.put, response, items, owner.get())
         except StoreError as e:
             log.error("response %s is not stored: %s", response["id"], e)
             return {"store": False, "warnings": [f"Not stored: {e} It cannot be continued by its id."]}
@@ -328,8 +336,8 @@ class Responses:
 
     async def cancel(self, id: str) -> None:
         """Ends a response under way after its current step. Raises RequestError when it is over."""
-        if id not in self.running:
-            await asyncio.to_thread(self.store.get, id)
+        if self._owners.get(id) != owner.get():
+            await asyncio.to_thread(self.store.get, id, owner.get())
             raise RequestError(f"Response '{id[:100]}' is over already.", param="response_id")
         self.running[id] = True
 
@@ -343,7 +351,7 @@ class Responses:
     async def stream(self, body: ResponsesBody, run: Run, items: list[Item]) -> AsyncGenerator[Event, None]:
         """Events in that API's order; the last has the finished response, which is then stored."""
         output, number, begun = Output(), 0, False
-        self.running[run.id] = False
+        self.running[run.id], self._owners[run.id] = False, owner.get()
 
         def numbered(event: Event) -> Event:
             nonlocal number
@@ -375,6 +383,7 @@ class Responses:
             yield numbered({"type": kind, "response": response})
         finally:
             self.running.pop(run.id, None)
+            self._owners.pop(run.id, None)
 
 
 class Output:

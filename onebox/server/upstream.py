@@ -289,7 +289,7 @@ def with_usage(events: bytes, report: Report) -> bytes:
     lines = events.split(b"\n")
     for i, line in enumerate(lines):
         if line.startswith(b"data:") and b'"usage"' in line:
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
                 lines[i] = b"data: " + encode_json(reported(msgspec.json.decode(line[5:]), report))
     return b"\n".join(lines)
 
@@ -377,7 +377,7 @@ def add_upstream(app: FastAPI, upstream: Upstream, *, ping_s: float, max_body_by
         with upstream.metrics.running.track_inprogress():
             response = await upstream.send(request, content)
             kind = response.headers.get("content-type", "")
-            if not kind.startswith("text/event-stream"):
+            if response.status_code >= 400 or not kind.startswith("text/event-stream"):
                 try:
                     data = await upstream.whole(response)
                 finally:
