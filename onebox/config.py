@@ -145,8 +145,6 @@ class EngineConfig:
             raise ConfigError(f"fused decode kernels need a CUDA device, not {device!r}; leave fused off.")
         if self.state_dtype != "float32" and device != "cpu":
             raise ConfigError("state_dtype bfloat16 is served on a CPU alone: the kernels keep fp32 states.")
-        if self.kv_cache_dtype not in ("auto", "bf16") and device != "cpu":
-            raise ConfigError(f"kv_cache_dtype {self.kv_cache_dtype} is served on a CPU alone yet; on CUDA use auto.")
         dtype = self.dtype if self.dtype != "auto" else ("float32" if device == "cpu" else "bfloat16")
         fast = device.startswith("cuda") and dtype != "float32"
         fused = fast if self.fused is None else self.fused

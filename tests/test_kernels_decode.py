@@ -10,10 +10,11 @@ from kernels_common import DEVICE, DTYPE, assert_close, make_weight, rows
 
 from onebox.kernels.int4_ref import Int4Weight
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.turboquant_ref import FORMATS
 from onebox.kernels.weights import Weight, tensors
 from onebox.model.attention import AttentionWeights
 from onebox.model.block import BlockWeights
-from onebox.model.cache import Cache
+from onebox.model.cache import Cache, KvLayout
 from onebox.model.decode import MAX_ROWS, Fused, merge, pack, parts
 from onebox.model.gated_delta import GatedDeltaWeights
 from onebox.model.layers import MlpWeights, Rope
@@ -159,6 +160,44 @@ def test_windows_after_a_prompt_equal_the_reference_path(dense: str) -> None:
         for a, c in zip(caches[1].gdn, caches[0].gdn, strict=True):
             assert_close(a.s[1:], c.s[1:], 1e-2)
         context, commit = context + width, width
+
+
+def caches_of(name: str) -> list[Cache]:
+    """Two for one sequence."""
+    options = {"n_pages": 3, "n_slots": 2, "n_snapshots": 0, "window": 2, "mtp": True, "kv": KvLayout(name)}
+    return [Cache.allocate(SPEC, dtype=DTYPE, device=DEVICE, **options) for _ in range(2)]  # type: ignore[arg-type]
+
+
+def assert_same_entries(caches: list[Cache], pages: torch.Tensor) -> None:
+    for a, c in zip(caches[1].kv, caches[0].kv, strict=True):
+        assert not isinstance(a, torch.Tensor) and not isinstance(c, torch.Tensor)
+        for x, y in zip(a.read(pages), c.read(pages), strict=True):
+            assert_close(x, y, 5e-2)  # a number next to the middle of two levels may be coded as either
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_over_pages_in_fewer_bits_equal_the_reference_path(name: str) -> None:
+    """The main model and the drafter, whose pages are of the same format, after a prompt that both read alike."""
+    m, caches = model("fp8"), caches_of(name)
+    kernels = fused(m)
+    for each, cache in zip((m, kernels), caches, strict=True):
+        each.forward(batch(0, 63, 0, seed=1, sequences=1), cache)
+    b = batch(63, 2, 0, seed=5, sequences=1)
+    want, got = m.forward(b, caches[0]), kernels.forward(b, caches[1])
+    assert_close(got, want, 2e-2)
+    assert_close(kernels.draft_forward(b, got, caches[1]), m.draft_forward(b, want, caches[0]), 2e-2)
+    assert_same_entries(caches, b.page_table[0])
+
+
+@pytest.mark.parametrize("name", ["tq4", "fp8"])
+def test_the_drafters_window_over_pages_in_fewer_bits(name: str) -> None:
+    m, caches = model("bf16"), caches_of(name)
+    b = batch(1, 2, 0, seed=5, sequences=1)
+    hidden = rows(2, H, seed=3)
+    want = m.draft_forward(b, hidden, caches[0])
+    assert_close(fused(m).draft_forward(b, hidden, caches[1]), want, 1e-2)
+    assert_same_entries(caches, b.page_table[0, :1])
 
 
 def test_merged_weights_are_in_memory_once() -> None:

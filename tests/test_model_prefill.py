@@ -12,8 +12,9 @@ from test_kernels_decode import SPEC, model
 from torch import Tensor
 
 from onebox.kernels.paged_attention_ref import PAGE_SIZE
+from onebox.kernels.turboquant_ref import FORMATS
 from onebox.model import layers, moe, qwen3_5
-from onebox.model.cache import Cache
+from onebox.model.cache import Cache, KvLayout
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
 
@@ -41,9 +42,11 @@ def chunk(*parts: tuple[int, int, int]) -> Batch:
     return Batch(*(t.to(DEVICE) for t in tensors), window=False, max_query=most, max_context=140)
 
 
-def prompts(m: Qwen35, *batches: Batch) -> tuple[list[Tensor], Cache]:
+def prompts(m: Qwen35, *batches: Batch, kv: KvLayout | None = None) -> tuple[list[Tensor], Cache]:
     """Hidden states of each batch, main model then drafter, and what is left in the cache."""
-    cache = Cache.allocate(SPEC, n_pages=7, n_slots=3, n_snapshots=0, window=3, dtype=DTYPE, device=DEVICE, mtp=True)
+    cache = Cache.allocate(
+        SPEC, n_pages=7, n_slots=3, n_snapshots=0, window=3, dtype=DTYPE, device=DEVICE, mtp=True, kv=kv
+    )
     done = []
     for batch in batches:
         hidden = m.forward(batch, cache)
@@ -80,6 +83,18 @@ def test_prompts_through_the_kernels_equal_the_reference_path(kernels: Callable[
         assert_close(s.conv[1:, :3], t.conv[1:, :3], 1e-2)
     for kv, other in zip(b.kv, a.kv, strict=True):
         assert_close(kv[1:], other[1:], 1e-2)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in FORMATS])
+def test_prompts_over_pages_in_fewer_bits_equal_the_reference_path(kernels: Callable[[bool], None], name: str) -> None:
+    m = model("bf16")
+    batches = chunk((0, 0, 64)), chunk((1, 0, 5), (0, 64, 70))
+    kernels(False)
+    want, _ = prompts(m, *batches, kv=KvLayout(name))
+    kernels(True)
+    got, _ = prompts(m, *batches, kv=KvLayout(name))
+    for x, y in zip(got, want, strict=True):
+        assert_close(x, y, 3e-2)
 
 
 @pytest.mark.slow

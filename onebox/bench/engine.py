@@ -18,7 +18,7 @@ import torch
 from onebox.bench.random_model import random_model_weights
 from onebox.bench.record import append, environment, rounded, time_cuda
 from onebox.checkpoint.reader import LoadReport
-from onebox.config import EngineConfig
+from onebox.config import KV_CACHE_DTYPES, EngineConfig
 from onebox.engine.engine import Engine
 from onebox.ledger import BUILDS, SHAPES
 from onebox.model.load import Loaded
@@ -29,7 +29,14 @@ STEPS = 96
 
 
 def random_engine(
-    model: Qwen35, shape: str, k: int, batch: int, context: int, forced: tuple[float, ...], kv_gb: float = 8.0
+    model: Qwen35,
+    shape: str,
+    k: int,
+    batch: int,
+    context: int,
+    forced: tuple[float, ...],
+    kv_gb: float = 8.0,
+    kv: str = "auto",
 ) -> Engine:
     """An engine over random weights of a shape; with drafts, `forced` says how many are kept.
 
@@ -38,7 +45,7 @@ def random_engine(
     report = LoadReport(Path(shape), 0, {}, mtp=True, vision_tensors=0, activation_scales=0, side_files=())
     config = EngineConfig(
         model=shape, device=model.device.type, dtype=str(model.dtype).removeprefix("torch."), draft_len=k,
-        max_num_seqs=batch, kv_gb=kv_gb, max_model_len=context, snapshots=4, cuda_graphs=True,
+        max_num_seqs=batch, kv_gb=kv_gb, max_model_len=context, snapshots=4, cuda_graphs=True, kv_cache_dtype=kv,
     )  # fmt: skip
     engine = Engine(config, Loaded(model, report))
     assert engine.captured is not None
@@ -99,6 +106,8 @@ def main() -> None:
     parser.add_argument("--mtp-format", choices=("bf16", "fp8", "int4"), help="another format for the drafter's block")
     parser.add_argument("--layers", type=int, help="only the first layers: for a quick look, never for a claim")
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
+    parser.add_argument("--kv-gb", type=float, default=8.0, help="for pages, with random weights")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
     args = parser.parse_args()
@@ -119,11 +128,21 @@ def main() -> None:
         forced: tuple[float, ...] = ()
         if random_model is None:
             engine = Engine(
-                EngineConfig(model=str(args.model), device="cuda", draft_len=k, kv_gb=1.0, max_num_seqs=max(args.batch))
+                EngineConfig(
+                    model=str(args.model),
+                    device="cuda",
+                    draft_len=k,
+                    kv_gb=1.0,
+                    max_num_seqs=max(args.batch),
+                    kv_cache_dtype=args.kv_cache_dtype,
+                )
             )
         else:
             forced = tuple(args.force_acceptance[:k]) + (args.force_acceptance[-1],) * (k - len(args.force_acceptance))
-            engine = random_engine(random_model, args.shape, k, max(args.batch), args.prompt + 4096, forced)
+            engine = random_engine(
+                random_model, args.shape, k, max(args.batch), args.prompt + 4096, forced, args.kv_gb,
+                args.kv_cache_dtype,
+            )  # fmt: skip
         with torch.inference_mode():
             for batch in args.batch:
                 ms, per_step, prefill = decode(engine, batch, args.prompt)
@@ -135,6 +154,7 @@ def main() -> None:
                     "captured": engine.captured is not None,
                     "graph_ms": rounded(graph_ms(engine, batch)),
                     "build": args.build if args.shape else "checkpoint",
+                    "kv": engine.plan.kv_format,
                     "batch": batch,
                     "k": k,
                     "forced_acceptance": list(forced),

@@ -682,8 +682,7 @@ def recorded(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Itera
     base = args.model or Path(bundled_model())
     packed = is_packed(base)
     loaded_mtp = bool(Spec.from_config(config_of(base)).n_mtp_layers)
-    kv = ("fp8", "tq4") if record_device(args.device) == "cpu" else ()  # formats are served on a CPU alone yet
-    rungs = techniques(packed, args.drafts, args.rate, mtp=loaded_mtp, kv=kv)
+    rungs = techniques(packed, args.drafts, args.rate, mtp=loaded_mtp, kv=("fp8", "tq4"))
     if args.rungs is not None:
         if max(args.rungs) > len(rungs):
             parser.error(f"argument --rungs: there are {len(rungs)}: {', '.join(r.name for r in rungs)}")

@@ -221,7 +221,7 @@ def plan_memory(
             context=min(context, positions),
             element=element,
             unpacked_experts=0 if machine.kind == "cpu" else UNPACKED_EXPERTS,
-            unpacked_kv=machine.kind == "cpu" and config.kv_cache_dtype in FORMATS,
+            unpacked_kv=config.kv_cache_dtype in FORMATS and (machine.kind == "cpu" or config.prefill_kernels is False),
         )
 
     def page_bytes(n: int) -> float:

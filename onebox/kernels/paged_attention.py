@@ -13,9 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onebox.kernels import configs
-from onebox.kernels.linear import Workspace, launch
+from onebox.kernels.linear import Workspace, inline_asm, launch
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, heads_of
-from onebox.kernels.tile import launch_next, paired_column, wait_previous
+from onebox.kernels.tile import launch_next, paired_column, positioned, wait_previous
+from onebox.kernels.turboquant import bits_of, load_scales, load_tile, rotate_and_code, turn_back
+from onebox.kernels.turboquant_ref import QuantizedPages
 
 MAX_CHUNKS = 128
 TILE = 64  # query rows of a program, whatever the window: another height is another order of sums in the tensor cores
@@ -40,12 +42,11 @@ def _rotate_kernel(
         x, y = tl.load(source + d).to(tl.float32), tl.load(source + other).to(tl.float32)
         rms = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
         dtype = q_ptr.dtype.element_ty
-        x = (x * rms * (1.0 + tl.load(norm_ptr + d).to(tl.float32))).to(dtype).to(tl.float32)
-        y = (y * rms * (1.0 + tl.load(norm_ptr + other).to(tl.float32))).to(dtype).to(tl.float32)
+        weight, partner = tl.load(norm_ptr + d).to(tl.float32), tl.load(norm_ptr + other).to(tl.float32)
         turn = t * HALF + d % HALF
         cos = tl.load(cos_ptr + turn, mask=d < 2 * HALF, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + turn, mask=d < 2 * HALF, other=0.0).to(tl.float32)
-        x = x * cos + tl.where(d < HALF, -y, y) * sin
+        x = positioned(x, y, weight, partner, rms, cos, sin, d < HALF, dtype)
         if is_q:
             tl.store(q_ptr + (t.to(tl.int64) * HQ + head) * D + d, x.to(dtype))
         else:
@@ -76,9 +77,9 @@ def _chunk_size(n_pages, size, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    q_ptr, pages_ptr, page_table_ptr, n_table, positions_ptr, query_start_ptr, kv_start, partial_ptr, scale,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, pages_ptr, levels_ptr, page_table_ptr, n_table, positions_ptr, query_start_ptr, kv_start, partial_ptr, scale,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    PAGE: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     chunk, b = tl.program_id(0), tl.program_id(2)
@@ -109,19 +110,28 @@ def _attend_kernel(
                     page = tl.load(page_table_ptr + b * n_table + p).to(tl.int64)
                     entry = p * PAGE + e
                     inside = (entry < length) & (entry >= kv_start)
-                    # int64: page * stride passes 2**31 at 256k tokens
-                    k_at = pages_ptr + (page * 2 * PAGE * HKV + hkv) * D
-                    k = tl.load(k_at + e[None, :] * (HKV * D) + d[:, None], mask=inside[None, :], other=0.0)
-                    v_at = k_at + PAGE * HKV * D
-                    v = tl.load(v_at + e[:, None] * (HKV * D) + d[None, :], mask=inside[:, None], other=0.0)
-                    s = tl.dot(q, k.to(q.dtype)) * scale
+                    k = load_tile(
+                        pages_ptr, levels_ptr, page, e[None, :], hkv, d[:, None], inside[None, :], 0, KEYS, VALUES,
+                        HKV, D, PAGE, q.dtype, ASM,
+                    )  # fmt: skip
+                    v = load_tile(
+                        pages_ptr, levels_ptr, page, e[:, None], hkv, d[None, :], inside[:, None], 1, KEYS, VALUES,
+                        HKV, D, PAGE, q.dtype, ASM,
+                    )  # fmt: skip
+                    s = tl.dot(q, k) * scale
+                    if KEYS > 0:
+                        k_scale = load_scales(pages_ptr, page, e, hkv, inside, 0, KEYS, VALUES, HKV, D, PAGE)
+                        s = s * k_scale[None, :]
                     s = tl.where(inside[None, :] & (entry[None, :] <= position[:, None]), s, float("-inf"))
                     top = tl.maximum(best, tl.max(s, axis=1))
                     safe = tl.where(top == float("-inf"), 0.0, top)  # a row that may not see anything yet
                     w = tl.exp2(s - safe[:, None])
                     keep = tl.exp2(best - safe)
                     total = total * keep + tl.sum(w, axis=1)
-                    acc = tl.dot(w.to(q.dtype), v.to(q.dtype), acc * keep[:, None])
+                    if VALUES > 0:
+                        v_scale = load_scales(pages_ptr, page, e, hkv, inside, 1, KEYS, VALUES, HKV, D, PAGE)
+                        w = w * v_scale[None, :]
+                    acc = tl.dot(w.to(q.dtype), v, acc * keep[:, None])
                     best = top
                 at = ((t * HQ + head) * CHUNKS + chunk) * (D + 2)
                 tl.store(partial_ptr + at[:, None] + d[None, :], acc, mask=live[:, None])
@@ -134,7 +144,7 @@ def _attend_kernel(
 def _merge_kernel(
     partial_ptr, qkv_ptr, qkv_stride, out_ptr, positions_ptr,
     HQ: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-    PAIRED: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_next(PDL)
     t, head = tl.program_id(0), tl.program_id(1)
@@ -160,8 +170,9 @@ def _merge_kernel(
         total = total * keep + tl.sum(sums * w, axis=0)
         acc = acc * keep + tl.sum(values * w[:, None], axis=0)
         best = top
-    gate = tl.load(qkv_ptr + t * qkv_stride + head * 2 * D + D + d).to(tl.float32)
-    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0) * tl.sigmoid(gate)
+    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    if GATED:
+        out *= tl.sigmoid(tl.load(qkv_ptr + t * qkv_stride + head * 2 * D + D + d).to(tl.float32))
     column = head * D + d
     column = paired_column(column) if PAIRED else column
     tl.store(out_ptr + t * HQ * D + column, out.to(out_ptr.dtype.element_ty))
@@ -177,7 +188,12 @@ def rotate_and_write(
     n_heads: int,
     eps: float,
 ) -> Tensor:
-    """Head norms and rotary positions of qkv [T, 2 H D + 2 Hkv D]; keys and values go to `pages`. Gives q [T, H, D]."""
+    """Head norms and rotary positions of qkv [T, 2 H D + 2 Hkv D]; keys and values go to `pages`.
+
+    Gives q [T, H, D], turned as the pages' keys are.
+    """
+    if isinstance(pages, QuantizedPages):
+        return rotate_and_code(qkv, q_norm, k_norm, rope, pages, kv_slot, n_heads, eps)
     rows, (n_kv, d), (cos, sin) = qkv.shape[0], heads_of(pages), rope
     q = torch.empty(rows, n_heads, d, dtype=qkv.dtype, device=qkv.device)
     _rotate_kernel[(rows, n_heads + 2 * n_kv)](
@@ -207,14 +223,13 @@ def gated_attention(
     """Everything between an attention layer's projections: [T, H D], already gated.
 
     qkv [T, 2 H D + 2 Hkv D] holds each head's query and gate, then keys, then values; rope = cos, sin [T, 1, half];
-    pages [P, 2, PAGE_SIZE, Hkv, D] get the rows' keys and values first. Entries below `kv_start` are never read. Rows
-    of
-    a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out as `wants_pairs`
-    says.
+    pages [P, 2, PAGE_SIZE, Hkv, D], or in a format, get the rows' keys and values first. Entries below `kv_start` are
+    never read. Rows of a sequence rise in position; at most `max_query` of them. `paired` lays the result's columns out
+    as `wants_pairs` says. A format that turns values takes a launch more.
     """
     rows, (n_kv, d) = qkv.shape[0], heads_of(pages)
     device, batch = qkv.device, page_table.shape[0]
-    c = configs.config("attention", device)
+    c = configs.config("attention" if isinstance(pages, Tensor) else "attention_coded", device)
     q = rotate_and_write(qkv, q_norm, k_norm, rope, pages, kv_slot, n_heads, eps)
     out = torch.empty(rows, n_heads * d, dtype=qkv.dtype, device=device)
     chunks = min(MAX_CHUNKS, page_table.shape[1])
@@ -222,13 +237,36 @@ def gated_attention(
     needed = rows * n_heads * chunks * (d + 2)
     assert needed <= workspace.partial.numel(), f"workspace holds {workspace.partial.numel()} of {needed} floats"
     tiles = triton.cdiv(max_query * (n_heads // n_kv), TILE)
+    data, levels, format_of = operands(pages, qkv.dtype)
     _attend_kernel[(chunks, n_kv * tiles, batch)](
-        q, pages, page_table, page_table.shape[1], positions, query_start, kv_start, workspace.partial,
+        q, data, levels, page_table, page_table.shape[1], positions, query_start, kv_start, workspace.partial,
         d**-0.5 * 1.4426950408889634,
-        HQ=n_heads, HKV=n_kv, D=d, M=TILE, PAGE=PAGE_SIZE, CHUNKS=chunks, STAGES=c.stages, **launch(device, c.warps),
+        **format_of, HQ=n_heads, HKV=n_kv, D=d, M=TILE, PAGE=PAGE_SIZE, CHUNKS=chunks, STAGES=c.stages,
+        ASM=inline_asm(qkv), **launch(device, c.warps),
     )  # fmt: skip
+    turned = turns_values(pages)
     _merge_kernel[(rows, n_heads)](
         workspace.partial, qkv, qkv.stride(0), out, positions,
-        HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16), PAIRED=paired, **launch(device, 4),
+        HQ=n_heads, D=d, PAGE=PAGE_SIZE, CHUNKS=chunks, BLOCK=min(chunks, 16), PAIRED=paired and not turned,
+        GATED=not turned, **launch(device, 4),
     )  # fmt: skip
+    if turned:
+        assert isinstance(pages, QuantizedPages)
+        return turn_back(out.view(rows, n_heads, d), pages, qkv, paired)
     return out
+
+
+def operands(pages: Pages, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """What an attention kernel reads pages by: their data, levels, and the format as its constants."""
+    if isinstance(pages, Tensor):
+        return pages, pages, {"KEYS": 0, "VALUES": 0}
+    return (
+        pages.data,
+        pages.operands(dtype).levels,
+        {"KEYS": bits_of(pages.format.k), "VALUES": bits_of(pages.format.v)},
+    )
+
+
+def turns_values(pages: Pages) -> bool:
+    """Whether sums of the pages' values are still to be turned back."""
+    return isinstance(pages, QuantizedPages) and pages.v_turn is not None

@@ -435,6 +435,14 @@ def store_digits(x, n, mask, tile, xt, x_mask, n_rows, digits_ptr, steps_ptr, H:
 
 
 @triton.jit
+def positioned(x, y, weight, other, rms, cos, sin, low, DTYPE: tl.constexpr):
+    """Dimensions x of a head, whose partners are y, normed by `weight` (y by `other`) and turned to their position."""
+    x = (x * rms * (1.0 + weight)).to(DTYPE).to(tl.float32)
+    y = (y * rms * (1.0 + other)).to(DTYPE).to(tl.float32)
+    return x * cos + tl.where(low, -y, y) * sin
+
+
+@triton.jit
 def paired_column(n):
     """Where column n lies when every 128 columns are stored as the even ones, then the odd ones."""
     return n // 128 * 128 + n % 2 * 64 + n % 128 // 2

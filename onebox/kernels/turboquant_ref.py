@@ -9,7 +9,7 @@ scale belongs to one token and one head: an entry depends on nothing that is wri
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 VERSION = 1  # of rotations and codebooks; seeds the signs
 E4M3_MAX = 448.0
 FP16_MAX = 65504.0
+LEVELS = 16  # the most of a codebook
 OUTLIERS = 4  # mixed formats code one channel in so many with one bit more
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,)}  # bits of a code, low ones first, by the plane that holds them
 # (bits of an outlier channel, bits of another) for keys, for values; 8 bits are e4m3
@@ -246,6 +247,39 @@ def dequantize_ref(codes: Tensor, scales: Tensor, groups: tuple[Group, ...]) -> 
 
 
 @dataclass(frozen=True)
+class Operands:
+    """A format as kernels take it beside a page's bytes, for activations of one 16-bit type.
+
+    A rotation is the sum of two 16-bit matrices [2, D, D]. Tables have a row for keys' groups, then one for values'.
+    """
+
+    k_parts: Tensor
+    v_parts: Tensor
+    levels: Tensor  # [2, 2, LEVELS] of the type
+    tables: Tensor  # [2, 2, 2, LEVELS] fp32: levels, then the midpoints between them
+
+    @classmethod
+    def of(cls, pages: QuantizedPages, dtype: torch.dtype) -> Operands:
+        device = pages.data.device
+        tables = torch.zeros(2, 2, 2, LEVELS, dtype=torch.float32)
+        for i, groups in enumerate((pages.format.k, pages.format.v)):
+            for j, g in enumerate(groups):
+                if g.bits < 8:
+                    levels = codebook(g.bits, g.width).float()
+                    tables[i, j, 0, : 1 << g.bits] = levels
+                    tables[i, j, 1, : (1 << g.bits) - 1] = (levels[1:] + levels[:-1]) / 2
+
+        def parts(turn: Tensor | None) -> Tensor:
+            if turn is None:
+                return torch.zeros(1, dtype=dtype, device=device)
+            high = turn.to(dtype)
+            return torch.stack((high, (turn - high.float()).to(dtype)))
+
+        tables = tables.to(device)
+        return cls(parts(pages.k_turn), parts(pages.v_turn), tables[:, :, 0].to(dtype).contiguous(), tables)
+
+
+@dataclass(frozen=True)
 class QuantizedPages:
     """One layer's pages in a format, and the rotations of its keys and values."""
 
@@ -253,6 +287,13 @@ class QuantizedPages:
     format: PageFormat
     k_turn: Tensor | None  # [D, D] fp32; None: keys are coded as they are
     v_turn: Tensor | None  # [D, D] fp32
+    _operands: dict[torch.dtype, Operands] = field(default_factory=dict, compare=False, repr=False)
+
+    def operands(self, dtype: torch.dtype) -> Operands:
+        """Made once a type: a captured step holds their addresses."""
+        if dtype not in self._operands:
+            self._operands[dtype] = Operands.of(self, dtype)
+        return self._operands[dtype]
 
     @classmethod
     def allocate(

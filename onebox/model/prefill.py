@@ -102,7 +102,6 @@ def _sparse_rows(
     sparse: SparseLayer,
 ) -> Tensor:
     """`gated_prefill_attention`, sequence by sequence: by the heads' patterns where those begin, dense below."""
-    assert isinstance(kv, Tensor), "page formats are read by the dense kernels"
     q = rotate_and_write(qkv, w.q_norm, w.k_norm, rope, kv, batch.kv_slot, spec.n_heads, spec.norm_eps)
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     size = prefill_attention.tile_rows(q.device)
