@@ -120,6 +120,70 @@ def test_flags_that_change_nothing_are_said(
     assert "--enforce-eager is not needed" in err
 
 
+PUBLISHED: list[tuple[str, str, Any]] = [  # flags of published recipes -> where they end, and what is there then
+    ("--served-model-name org/name", "served_names", ("org/name",)),
+    ("--host 0.0.0.0", "host", "0.0.0.0"),
+    ("--port 9001", "port", 9001),
+    ("--dtype bfloat16", "engine.dtype", "bfloat16"),
+    ("--dtype auto", "engine.dtype", "auto"),
+    ("--max-model-len 4096", "engine.max_model_len", 4096),
+    ("--max-num-seqs 3", "engine.max_num_seqs", 3),
+    ("--max-num-batched-tokens 1024", "engine.max_num_batched_tokens", 1024),
+    ("--gpu-memory-utilization 0.85", "engine.gpu_memory_utilization", 0.85),
+    ("--enable-prefix-caching", "engine.prefix_caching", True),
+    ("--no-enable-prefix-caching", "engine.prefix_caching", False),
+    ("--enable-chunked-prefill", None, None),
+    ("--enable-auto-tool-choice", "tool_parser", "qwen3_coder"),
+    ("--tool-call-parser hermes", "tool_parser", "hermes"),
+    ("--tool-call-parser qwen3_coder", "tool_parser", "qwen3_coder"),
+    ("--tool-call-parser qwen3_xml", "tool_parser", "qwen3_xml"),
+    ("--reasoning-parser qwen3", "reasoning_parser", "qwen3"),
+    ('--speculative-config {"method":"qwen3_next_mtp","num_speculative_tokens":2}', "engine.draft_len", 2),
+    ('--speculative-config {"method":"mtp","num_speculative_tokens":1}', "engine.draft_len", 1),
+    ("--kv-cache-dtype auto", "engine.kv_cache_dtype", "auto"),
+    ("--kv-cache-dtype fp8", "engine.kv_cache_dtype", "fp8"),
+    ("--kv-cache-dtype fp8_e4m3", "engine.kv_cache_dtype", "fp8"),
+    ('--override-generation-config {"temperature":0.6}', "override_generation_config", {"temperature": 0.6}),
+    ("--generation-config vllm", "generation_config", "vllm"),
+    ("--generation-config auto", "generation_config", "auto"),
+    ("--api-key secret", "api_keys", ("secret",)),
+    ("--moe-backend triton", None, "--moe-backend"),
+    ("--attention-backend FLASHINFER", None, "--attention-backend"),
+    ("--load-format fastsafetensors", None, "--load-format"),
+    ("--trust-remote-code", None, "--trust-remote-code"),
+    ("--tensor-parallel-size 1", None, None),
+]
+
+
+@pytest.mark.parametrize(("flags", "where", "what"), PUBLISHED)
+def test_each_flag_of_published_recipes_is_taken_with_its_meaning(
+    flags: str, where: str | None, what: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr("onebox.server.serve.serve", lambda options, *_, **__: seen.append(options))
+    flag, _, value = flags.partition(" ")
+    with pytest.raises(SystemExit) as e:
+        cli.main(["serve", flag, *([value] if value else [])])
+    assert e.value.code == 0
+    (found,) = seen
+    noted = [line for line in capsys.readouterr().err.splitlines() if "is not needed here" in line]
+    if where is None:
+        assert noted == ([f"note: {what} is not needed here and changes nothing"] if what else [])
+        return
+    assert noted == []
+    for name in where.split("."):
+        found = getattr(found, name)
+    assert found == what
+
+
+@pytest.mark.parametrize("flag", ["--swap-space", "--compilation-config", "--mamba-cache-mode", "--data-parallel-size"])
+def test_other_flags_of_vllm_are_refused_by_name(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["serve", flag, "4"])
+    assert e.value.code == 2
+    assert flag in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("32768", 32768), ("32k", 32000), ("32K", 32768), ("1.5k", 1500), ("auto", None), ("-1", None), (None, None)],

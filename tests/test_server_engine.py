@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -140,3 +143,102 @@ def test_health_and_metrics_tell_of_the_engine(url: str, engine: ThreadEngine) -
     text = httpx.get(f"{url}/metrics").text
     assert "vllm:spec_decode_num_accepted_tokens_total" in text
     assert json.loads(httpx.get(f"{url}/v1/models").text)["data"][0]["max_model_len"] == 8192
+
+
+def streamed_choices(url: str, path: str, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The choices of a stream put together: text, tokens of log probabilities, and the end."""
+    made: dict[int, dict[str, Any]] = {}
+    with httpx.stream("POST", url + path, json={**body, "stream": True}, timeout=120) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line[6:])["choices"]:
+                one = made.setdefault(choice["index"], {"text": "", "tokens": [], "finish": None, "stop": None})
+                one["text"] += choice["text"]
+                one["tokens"] += (choice["logprobs"] or {}).get("tokens", [])
+                if choice["finish_reason"]:
+                    one |= {"finish": choice["finish_reason"], "stop": choice["stop_reason"]}
+    return made
+
+
+def whole_choices(url: str, path: str, body: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    response = httpx.post(url + path, json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return {
+        c["index"]: {
+            "text": c["text"],
+            "tokens": (c["logprobs"] or {}).get("tokens", []),
+            "finish": c["finish_reason"],
+            "stop": c["stop_reason"],
+        }
+        for c in response.json()["choices"]
+    }
+
+
+def test_eight_mixed_answers_of_one_stream_are_those_of_the_whole(url: str) -> None:
+    body = {"prompt": "The weather in", "n": 8, "seed": 5, "temperature": 1.0, "max_tokens": 10}
+    body |= {"stop": [" the", "an", "\n"], "logprobs": 1, "min_tokens": 2}
+    whole = whole_choices(url, "/v1/completions", body)
+    assert streamed_choices(url, "/v1/completions", body) == whole
+    assert len(whole) == 8 and len({c["text"] for c in whole.values()}) > 4
+    assert {c["finish"] for c in whole.values()} == {"stop", "length"}
+    for seed in (5, 6):  # each is the answer of its own seed
+        alone = whole_choices(url, "/v1/completions", {**body, "n": 1, "seed": seed})
+        assert alone[0] == whole[seed - 5]
+
+
+def test_stop_strings_are_found_wherever_they_straddle_windows_and_tokens(url: str) -> None:
+    body = {"prompt": "1 2 3 4 5 6 7 8 9", "max_tokens": 40}
+    text = whole_choices(url, "/v1/completions", body)[0]["text"]
+    rng = random.Random(3)
+    places = [(a, a + rng.randint(1, 9)) for a in rng.sample(range(1, len(text) - 9), 5)]
+
+    def ask(stop: str) -> tuple[dict[int, Any], dict[int, Any]]:
+        asked = {**body, "stop": [stop, "never said"]}
+        return whole_choices(url, "/v1/completions", asked), streamed_choices(url, "/v1/completions", asked)
+
+    stops = [text[a:b] for a, b in places]
+    with ThreadPoolExecutor(4) as pool:
+        for stop, (whole, streamed) in zip(stops, pool.map(ask, stops), strict=True):
+            assert whole == streamed
+            assert whole[0]["text"] == text[: text.index(stop)]
+            assert (whole[0]["finish"], whole[0]["stop"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("stop", [None, "\N{SLIGHTLY SMILING FACE}"])
+def test_characters_of_several_tokens_are_whole_in_every_event(url: str, stop: str | None) -> None:
+    characters = "\N{CJK UNIFIED IDEOGRAPH-4F60}\N{SLIGHTLY SMILING FACE}"
+    body = {"prompt": "x", "guided_regex": f"({characters}){{4}}", "max_tokens": 60}
+    whole = whole_choices(url, "/v1/completions", body)[0]["text"]
+    assert whole == characters * 4 and len(tokenizer().encode(whole)) > 16
+    body |= {"stop": stop} if stop else {}
+    streamed = streamed_choices(url, "/v1/completions", body)[0]["text"]
+    assert "\N{REPLACEMENT CHARACTER}" not in streamed
+    assert streamed == (whole.partition(stop)[0] if stop else whole)
+
+
+def test_clients_that_leave_at_any_time_leave_nothing_behind(url: str, engine: ThreadEngine) -> None:
+    """Streams and wholes, one answer and several, closed before, in and after prefill; others go on."""
+    rng = random.Random(4)
+
+    def rude(i: int) -> None:
+        body = {"prompt": f"{i} " + "word " * rng.randint(1, 300), "n": 1 + i % 3, "max_tokens": 200}
+        body |= {"ignore_eos": True, "stream": i % 2 == 0, "temperature": 1.0}
+        with suppress(httpx.HTTPError), httpx.Client(timeout=0.02 + rng.random() / 4) as client:
+            client.post(url + "/v1/completions", json=body)
+
+    polite = {"prompt": "1 2 3 4 5", "max_tokens": 12}
+    alone = whole_choices(url, "/v1/completions", polite)
+    with ThreadPoolExecutor(8) as pool:
+        leaving = [pool.submit(rude, i) for i in range(24)]
+        assert all(whole_choices(url, "/v1/completions", polite) == alone for _ in range(3))
+        for future in leaving:
+            future.result()
+    end_s = time.monotonic() + 20
+    while (engine.stats().running or engine.stats().waiting) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.slots_free) == (0, 0, stats.slots_total)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+    assert httpx.get(url + "/health/ready").json()["active"] == 0
