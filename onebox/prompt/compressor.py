@@ -21,7 +21,7 @@ from onebox.prompt.messages import ROLE_POLICY, check_roles, copied, message_par
 from onebox.prompt.parts import Part, Progress, Unit, by_sentence, compressible_units, relevance_of_sentences
 from onebox.prompt.ranking import Bm25Ranker
 from onebox.prompt.recovery import Recovery
-from onebox.prompt.scoring import Aggregation, Ranker, Scorer, StatisticScorer, TokenScores
+from onebox.prompt.scoring import Aggregation, Ranker, Scorer, StatisticScorer, TokenScores, are_turns
 from onebox.prompt.segments import Bonds, Options, Piece, Policy, resolve_policies
 from onebox.prompt.spans import Span
 from onebox.prompt.structures import pieces_of
@@ -106,7 +106,8 @@ class Compressor:
     longllmlingua  the same, with documents ranked by the likelihood of the question and the question's influence.
     llmlingua2     keep-probability under `scorer`, a token classifier; one threshold for the whole prompt.
 
-    order              documents in the output: sort (most relevant first), original, two_stage (strong at both ends)
+    order              documents in the output: sort (most relevant first), original, two_stage (strong at both ends);
+                       auto: sort, and original for turns of a conversation
     dynamic            how far a document's rate may lie above or below the mean by its rank, 0 to 1
     condition          longllmlingua's ranking: after (question after document), before, none
     compare            longllmlingua's scores: contrastive perplexity; off: surprisal after the question
@@ -136,7 +137,7 @@ class Compressor:
         drop_consecutive: bool = False,
         keep_digits: bool = False,
         keep_rules: bool = True,
-        order: Order = "sort",
+        order: Order = "auto",
         dynamic: float = 0.3,
         condition: Condition = "after",
         compare: bool = True,
@@ -510,7 +511,9 @@ class Compressor:
         ranked = [unit for unit in units if unit.rank is not None and job.parts[unit.part].document]
         if job.messages is not None or not ranked or not job.question:
             return order
-        documents = [ranked[at].part for at in order_by_rank([unit.rank or 0 for unit in ranked], self.order)]
+        turns = are_turns([job.parts[unit.part].text for unit in ranked])
+        how = "original" if self.order == "auto" and turns else self.order
+        documents = [ranked[at].part for at in order_by_rank([unit.rank or 0 for unit in ranked], how)]
         before = [i for i in order if not job.parts[i].document and i < min(documents)]
         rest = [i for i in order if i not in before and i not in documents]
         return [*before, *documents, *rest]

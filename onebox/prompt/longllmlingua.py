@@ -9,12 +9,13 @@ from typing import Literal
 
 import numpy as np
 
-from onebox.prompt.scoring import Scorer, TokenScores
+from onebox.prompt.scoring import Scorer, TokenScores, are_turns
 
 Condition = Literal["none", "before", "after"]
-Order = Literal["sort", "original", "two_stage"]
+Order = Literal["auto", "sort", "original", "two_stage"]
 RESTRICTION = " We can get the answer to this question in the given documents."
 _PASSAGE = 1600  # characters: a longer document is ranked by its best passage of this length
+_STRETCH = 600
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,20 @@ class LikelihoodRanker:
         self, question: str, documents: Sequence[str], *, keep: bool = False
     ) -> tuple[list[float], list[TokenScores | None]]:
         """Relevance, and each document's surprisal after nothing as far as its first passage goes, if the ranking reads
-        that anyway; with `keep` (condition after) also the documents' own tokens are scored as they are read."""
+        that anyway. With `keep` (condition after) the documents' own tokens are scored as they are read. Turns of a
+        conversation are ranked by stretches of about 150 tokens.
+        """
+        if are_turns(documents):  # what answers a question is seldom one turn
+            ranges = together(documents, _STRETCH)
+            stretches = ["\n".join(documents[first:past]) for first, past in ranges]
+            values = self._read(question, stretches, keep=False)[0]
+            spread = [value for (first, past), value in zip(ranges, values, strict=True) for _ in range(first, past)]
+            return spread, [None] * len(documents)
+        return self._read(question, documents, keep=keep)
+
+    def _read(
+        self, question: str, documents: Sequence[str], *, keep: bool
+    ) -> tuple[list[float], list[TokenScores | None]]:
         passages = [
             (index, document[at : at + _PASSAGE])
             for index, document in enumerate(documents)
@@ -73,6 +87,20 @@ class LikelihoodRanker:
         return best, first
 
 
+def together(texts: Sequence[str], characters: int) -> list[tuple[int, int]]:
+    """Half-open ranges of consecutive texts of at most `characters`, or of one longer text."""
+    found: list[tuple[int, int]] = []
+    size = 0
+    for at, text in enumerate(texts):
+        size += len(text)
+        if found and size <= characters:
+            found[-1] = (found[-1][0], at + 1)
+        else:
+            found.append((at, at + 1))
+            size = len(text)
+    return found
+
+
 def _between(scores: TokenScores, start: int, end: float) -> TokenScores:
     inside = (scores.starts >= start) & (scores.starts < end)
     return TokenScores(scores.starts[inside], scores.ends[inside], scores.scores[inside])
@@ -83,11 +111,11 @@ def _means(scored: Sequence[TokenScores]) -> list[float]:
 
 
 def order_by_rank(ranks: Sequence[int], order: Order) -> list[int]:
-    """Positions of documents in the output. `two_stage` puts the strong ones at both ends."""
+    """Positions of documents in the output. `two_stage` puts the strong ones at both ends; `auto` is `sort` here."""
     best_first = [int(at) for at in np.argsort(np.array(ranks), kind="stable")]
     if order == "original":
         return list(range(len(ranks)))
-    return best_first if order == "sort" else best_first[0::2] + best_first[1::2][::-1]
+    return best_first if order in ("auto", "sort") else best_first[0::2] + best_first[1::2][::-1]
 
 
 def rates_by_rank(ranks: Sequence[int], rate: float, spread: float) -> list[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from onebox.prompt.ranking import Bm25Ranker
+from onebox.prompt.ranking import AROUND, Bm25Ranker
 from onebox.prompt.scoring import TokenScores
 from onebox.prompt.segments import Piece
 
@@ -104,14 +104,16 @@ def compressible_units(parts: Sequence[Part], pieces: Sequence[Sequence[Piece]],
 
 
 def relevance_of_sentences(text: str, row: Sequence[Piece], question: str) -> np.ndarray:
-    """BM25 of each sentence for the question, in [0, 1], half of it shared with the neighbours; one value a piece."""
+    """BM25 of each sentence and of what stands around it for the question, in [0, 1], half of it shared with the
+    neighbours; one value a piece."""
     number = np.array([piece.sentence for piece in row])
     ids, at = np.unique(number, return_inverse=True)
     if len(ids) < 2 or not (np.diff(at) >= 0).all():
         return np.zeros(len(row))
     first = np.searchsorted(at, np.arange(len(ids)))
     ends = [*[row[i].start for i in first[1:]], row[-1].end]
-    scores = np.array(Bm25Ranker().rank(question, [text[row[a].start : b] for a, b in zip(first, ends, strict=True)]))
+    sentences = [text[row[a].start : b] for a, b in zip(first, ends, strict=True)]
+    scores = np.array(Bm25Ranker(AROUND).rank(question, sentences))
     spread = scores.max() - scores.min()
     scores = (scores - scores.min()) / spread if spread > 0 else scores * 0
     padded = np.pad(scores, 1)

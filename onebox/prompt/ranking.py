@@ -9,13 +9,20 @@ from typing import Any
 import numpy as np
 
 from onebox.errors import PromptError
-from onebox.prompt.scoring import words
+from onebox.prompt.scoring import are_turns, words
+
+AROUND = 2000  # characters: how far from a line stands what belongs to it
+_AROUND_WEIGHT = 2.0
 
 
+@dataclass(frozen=True)
 class Bm25Ranker:
-    """BM25+ by rank-bm25, on stemmed words."""
+    """BM25+ by rank-bm25, on stemmed words. `around`: what stands up to so many characters from a document counts too,
+    the nearer the more, twice as much in all as the document itself; None: 2,000 for turns of a conversation, whose
+    answers spread over several, and 0 for other documents."""
 
-    name = "bm25"
+    around: int | None = None
+    name: str = "bm25"
 
     def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]:
         try:
@@ -26,7 +33,34 @@ class Bm25Ranker:
             ) from e
 
         corpus = [words(document) or [""] for document in documents]
-        return [float(score) for score in BM25Plus(corpus).get_scores(words(question))]
+        own = BM25Plus(corpus).get_scores(words(question)) if corpus else np.zeros(0)
+        around = self.around if self.around is not None else AROUND if are_turns(documents) else 0
+        if around and len(own) > 1:
+            own = _scaled(own)
+            own = own + _AROUND_WEIGHT * _scaled(nearby(own, [len(document) for document in documents], around))
+        return [float(score) for score in own]
+
+
+def nearby(values: np.ndarray, lengths: Sequence[int], reach: float) -> np.ndarray:
+    """For each text of a row the sum of all values [n], each less the farther its text stands (by characters, from
+    middle to middle), down to nothing at `reach`. By running sums: time and memory grow as n."""
+    size = np.asarray(lengths, dtype=float)
+    middle = np.cumsum(size) - size / 2
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    moment = np.concatenate([[0.0], np.cumsum(values * middle)])
+    at = np.arange(len(middle))
+    first = np.searchsorted(middle, middle - reach, side="right")
+    past = np.searchsorted(middle, middle + reach, side="left")
+    before, after = total[at + 1] - total[first], total[past] - total[at + 1]
+    lag = middle * before - (moment[at + 1] - moment[first])
+    lead = (moment[past] - moment[at + 1]) - middle * after
+    found: np.ndarray = before + after - (lag + lead) / reach
+    return found
+
+
+def _scaled(scores: np.ndarray) -> np.ndarray:
+    spread = float(scores.max() - scores.min())
+    return np.asarray((scores - scores.min()) / spread if spread > 0 else scores * 0)
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,26 @@ def _stem(word: str) -> str:
     return word
 
 
+_SPEAKER = regex.compile(r"\s*([^\n:]{1,40}):\s")
+_FEW, _SHORT = 6, 200
+
+
+def are_turns(texts: Sequence[str]) -> bool:
+    """Whether texts are lines of one conversation rather than texts of their own: several, most of them under 200
+    characters, or most opened by the name of one of few speakers."""
+    if len(texts) < _FEW:
+        return False
+    lengths = sorted(len(text) for text in texts)
+    if lengths[len(texts) // 2] < _SHORT:
+        return True
+    speakers = [found.group(1) for text in texts if (found := _SPEAKER.match(text))]
+    return 2 * len(speakers) > len(texts) and 2 * len(set(speakers)) <= len(speakers)
+
+
 class StatisticScorer:
     """Needs no model: self-information of words from their counts in the texts scored together; more for names and
-    numbers, less for what a text said before, more for how a text begins (what it is about stands there)."""
+    numbers, less for what a text said before, more for how a text begins (what it is about stands there). Turns of a
+    conversation are one text: none of them begins anew, and who speaks counts less."""
 
     name = "statistics"
 
@@ -112,10 +129,13 @@ class StatisticScorer:
         counts: Counter[str] = Counter(word.lower() for text in texts for word in _WORD.findall(text))
         total = sum(counts.values()) + 1
         out = []
+        turns = are_turns(texts)
+        named = 0.3 if turns else 0.7
+        seen: set[str] = set()
         for index, text in enumerate(texts):
             starts, ends, scores = [], [], []
-            begins = prefixes is None or not prefixes[index]
-            seen: set[str] = set()
+            begins = not turns and (prefixes is None or not prefixes[index])
+            seen = seen if turns else set()
             for match in _WORD.finditer(text):
                 body = match.group()
                 word = body.lower()
@@ -123,7 +143,7 @@ class StatisticScorer:
                     score = 0.25
                 else:
                     score = math.log(total / counts[word]) / math.log(total + 1) + 0.3
-                    score += 0.7 if body[0].isupper() or body[0].isdigit() else 0.0
+                    score += named if body[0].isupper() or body[0].isdigit() else 0.0
                     score *= 0.4 if word in seen else 1.0
                     seen.add(word)
                 if begins:

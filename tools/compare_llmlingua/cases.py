@@ -1,7 +1,7 @@
 """What is compressed, and what should survive. Takes the data files; gives cases: documents, a question, gold units.
 
 nq10, nq20   NaturalQuestions: the gold passage first, in the middle or last among passages of other questions
-qmsum        turns of a QMSum meeting around the lines that answer a query
+qmsum        turns of a QMSum meeting around the lines that answer a query, 2,000 tokens; qmsum4000: 4,000
 gsm8k        eight solved problems before a ninth
 """
 
@@ -129,7 +129,15 @@ def meetings(path: Path, n: int, count: Count, tokens: int) -> list[Case]:
         evidence = [turns[at] for at in lines]
         own = sorted({word for word in words(" ".join(evidence)) if word not in elsewhere and len(word) > 2})
         if len(own) >= 4:
-            cases.append(Case(f"qmsum/{index}/{len(cases)}", window, query, [[word] for word in own], evidence))
+            cases.append(
+                Case(
+                    f"qmsum{'' if tokens == 2000 else tokens}/{index}/{len(cases)}",
+                    window,
+                    query,
+                    [[word] for word in own],
+                    evidence,
+                )
+            )
     return cases
 
 
@@ -159,8 +167,10 @@ def load(name: str, data: Path, n: int, count: Count, tokens: int = 2000) -> lis
         return natural_questions(data / "nq_open" / "oracle_dev.jsonl.gz", n, int(name[2:]))
     if name == "qmsum":
         return meetings(data / "qmsum" / "val.jsonl", n, count, tokens)
+    if name == "qmsum4000":
+        return meetings(data / "qmsum" / "val.jsonl", n, count, 4000)
     if name == "qmsum_whole":
         return meetings(data / "qmsum" / "val.jsonl", n, count, 0)
     if name == "gsm8k":
         return problems(data / "gsm8k" / "test.jsonl", n)
-    raise SystemExit(f"set {name!r}: unknown; use nq10, nq20, qmsum, qmsum_whole or gsm8k")
+    raise SystemExit(f"set {name!r}: unknown; use nq10, nq20, qmsum, qmsum4000, qmsum_whole or gsm8k")
