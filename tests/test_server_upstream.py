@@ -239,8 +239,19 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %s\r\nConnection: close\r\n\r\n"
         (b"HTTP/1.1 500 Oops\r\nConnection: close\r\n\r\nstack trace", "answered 500"),
         (b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{", "broke off"),
         (HEAD % b"text/event-stream" + b"data: {}\n\n", "nobody asked for"),
+        (
+            b"HTTP/1.1 301 Moved\r\nLocation: https://there/v1\r\nConnection: close\r\n\r\n",
+            "points to 'https://there/v1'",
+        ),
+        (HEAD % b"application/json" + b"[" * 100_000, "no JSON"),
+        (HEAD % b"application/json\r\nContent-Encoding: gzip" + b"nope", "decompressing"),
+        (HEAD % (b"application/json\r\nX: " + b"a" * 200_000), "broke off"),
+        (b"\x00\x00\x12\x04\x00\x00\x00\x00\x00", "did not speak HTTP"),
     ],
-    ids=["silence", "noise", "html", "cut json", "500 text", "cut body", "unasked stream"],
+    ids=[
+        *("silence", "noise", "html", "cut json", "500 text", "cut body", "unasked stream", "redirect", "nested"),
+        *("gzip", "header", "http2"),
+    ],
 )
 def test_a_server_behind_that_makes_no_sense_is_502_with_the_reason(bytes_: bytes, says: str) -> None:
     with talking(lambda connection: connection.sendall(bytes_)) as url:
@@ -250,6 +261,26 @@ def test_a_server_behind_that_makes_no_sense_is_502_with_the_reason(bytes_: byte
     assert error["code"] == "upstream_error"
     assert says in error["message"]
     assert url in error["message"]
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b": hello\n\n", b"\xef\xbb\xbfdata: {}\n\n", b'{"choices": []}\n\n', b"data: {}\r\r"]
+)
+def test_a_stream_behind_without_an_event_is_502(sent: bytes) -> None:
+    with talking(lambda connection: connection.sendall(HEAD % b"text/event-stream" + sent)) as url:
+        answer = ask(url, {"messages": HI, "stream": True})
+    if answer.status_code == 200:  # a comment was passed on before the end came
+        assert "without an event" in events(answer)[-1]["error"]["message"]
+        return
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_error")
+
+
+def test_a_full_server_behind_is_429_whatever_form_it_says_that_in() -> None:
+    head = b"HTTP/1.1 429 Busy\r\nContent-Type: text/html\r\nRetry-After: 7\r\nConnection: close\r\n\r\n"
+    with talking(lambda connection: connection.sendall(head + b"<html>slow down</html>")) as url:
+        answer = ask(url)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert "slow down" in answer.json()["error"]["message"]
 
 
 def test_a_dead_server_behind_is_502() -> None:

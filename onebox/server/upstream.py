@@ -20,7 +20,7 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import Counter, Gauge, Histogram
 
 import onebox
-from onebox.errors import RequestError, UpstreamError, UpstreamTimeoutError
+from onebox.errors import QueueFullError, RequestError, UpstreamError, UpstreamTimeoutError
 from onebox.server import face, messages, metrics
 from onebox.server.app import (
     MAX_BODY_BYTES,
@@ -245,7 +245,7 @@ class Upstream:
 
     async def events(self, response: httpx.Response, report: Report | None) -> AsyncGenerator[bytes, None]:
         """Whole events as they come. Raises UpstreamError for what is no event stream, or breaks off."""
-        held = b""
+        held, said = b"", False
         try:
             with self.failures():
                 async for part in response.aiter_raw():
@@ -259,9 +259,12 @@ class Upstream:
                     end = cut + (2 if held[cut : cut + 2] == b"\n\n" else 3)
                     events, held = held[:end], held[end:]
                     self.check_events(events)
+                    said = said or b"data:" in events
                     yield with_usage(events, report) if report else events
             if held.strip():
                 raise UpstreamError(f"{self.url} ended its stream inside an event.")
+            if not said:
+                raise UpstreamError(f"{self.url} ended its stream without an event.")
         finally:
             await response.aclose()
 
@@ -411,9 +414,13 @@ def add_upstream(app: FastAPI, upstream: Upstream, *, ping_s: float, max_body_by
             if path not in (*PROMPTS, "/v1/completions") and status < 400:
                 return Response(data, status, passed)
             said = data[:80].decode("utf-8", "replace")
-            raise UpstreamError(
-                f"{upstream.url} answered {status} with {said!r} ({kind or 'no type'}), no JSON."
-            ) from e
+            told = f"{upstream.url} answered {status} with {said!r} ({kind or 'no type'}), no JSON."
+            if status == 429:
+                wait = response.headers.get("retry-after", "")
+                raise QueueFullError(told, retry_after_s=int(wait) if wait.isascii() and wait.isdecimal() else 1) from e
+            if 300 <= status < 400 and "location" in response.headers:
+                told += f" It points to {response.headers['location'][:200]!r}; give --upstream that address."
+            raise UpstreamError(told) from e
         passed.pop("content-type", None)
         if report is None or status >= 400:
             return Response(data, status, passed, media_type="application/json")
