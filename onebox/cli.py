@@ -381,7 +381,7 @@ def plan(
         plan_box(
             resolve_model(model, None),
             box,
-            context=length(context, "--context") or 4096,
+            context=4096 if (tokens := length(context, "--context")) is None else tokens,
             users=1 if users is None else users,
             build=build,
             k=k,

@@ -56,6 +56,54 @@ def test_a_mistake_is_a_code_and_a_line(
     assert "error" in err and "Traceback" not in err
 
 
+TINY = str(ROOT / "onebox" / "models" / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["engine", "--model", "/no/where"], 2, "no such folder"),
+        (["kernels", "--batch", "-1"], 2, "--batch: must be at least 1"),
+        (["efficiency", "FILE"], 1, "FILE: not a file of JSON lines"),
+        (["ladder", "--fp8-from", "x"], 2, "--fp8-from is for builds of a 16-bit MODEL"),
+        (["ladder", "--document", "99999999"], 2, "--document: tiny reads 8192 tokens"),
+        (["ladder", "--out", "."], 2, "is a folder"),
+        (["ladder", "--out", "FILE/x.jsonl"], 2, "is a file, not a folder"),
+        (["quality", TINY, "--against", TINY, "--max-kl", "nan"], 2, "--max-kl: must be finite"),
+        (["quality", TINY, "--against", TINY, "--min-top1", "2"], 2, "--min-top1: must be from 0 to 1"),
+        (["quality", TINY, "--against", TINY, "--window", "-3"], 2, "--window: must be at least 1"),
+        (["quality", TINY, "--against", TINY, "--needles", "9000"], 1, "the model reads 8192"),
+        (["quality", TINY, "--against", "/no/where"], 2, "no such folder"),
+        (["sparse-search", "--needles", "x"], 2, "--needles: must be a whole number"),
+        (["sparse-search", "--length", "300", "--prompts", "1", "--needles", "9000"], 1, "the model reads 8192"),
+        (["scbench", "--compress-rate", "nan"], 2, "--compress-rate: must be finite"),
+        (["chat", TINY, "--questions", "FILE"], 1, "must be JSON lines with a 'question'"),
+        (["chat", TINY, "--k", "9"], 2, "--k: must be 0 to 4"),
+        (["state", "--model", TINY, "--text", "FILE"], 1, "FILE"),
+        (["reuse", "--model", TINY, "--tokens", "99999"], 2, "reads 8192 tokens"),
+        (["overhead", "--rate", "nan"], 2, "--rate: must be finite"),
+        (["overhead", "--tokens", "-1"], 2, "--tokens: must be at least 1"),
+        (["soak", "--seconds", "-1"], 2, "--seconds: must be above 0"),
+        (["soak", "--hang-up", "3"], 2, "--hang-up: must be from 0 to 1"),
+    ],
+)
+def test_an_odd_value_is_one_line_before_anything_is_measured(
+    argv: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "FILE").write_bytes(b'{"broken": \xff\xfe')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["onebox"])
+    with pytest.raises(SystemExit) as e:
+        cli.main(["bench", *argv])
+    err = [line for line in capsys.readouterr().err.splitlines() if "packed already: weight" not in line]
+    assert e.value.code == code and len(err) == 1 and says in err[0], err
+
+
 @pytest.mark.parametrize(
     ("word", "kept"),
     [

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from onebox import cli
-from onebox.bench import tables
+from onebox.bench import serving, tables
 from onebox.bench.serving import (
     SCENARIOS,
     Lengths,
@@ -368,6 +368,59 @@ def test_compare_puts_medians_of_the_same_load_side_by_side(tmp_path: Path, caps
     other = write("other.jsonl", [1], asked={"input": 2})
     with pytest.raises(ConfigError, match="no scenario of the same load"):
         tables.pairs(tables.read(Path(a)), tables.read(Path(other)))
+
+
+FEW = ["--requests", "3", "--output-tokens", "8", "--input-tokens", "20", "--warmup", "0"]
+
+
+def test_a_server_that_dies_in_the_middle_leaves_its_failures_in_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alive_for(n: int) -> Callable[[int, Mapping[str, Any]], Reply]:
+        return lambda i, _: Reply(((0.0, 1),) * 8) if i < n else Reply(status=503)
+
+    out = tmp_path / "a.jsonl"
+    monkeypatch.setattr(sys, "argv", ["onebox", "bench", "serve"])
+    with in_thread(alive_for(4)) as server:  # a probe, two lengths, one request
+        assert run("--url", server.url, "--out", str(out), *FEW) == 0
+    [line] = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert (line["requests"], line["failed"], line["failures"]) == (3, 2, {"HTTP 503": 2})
+    assert "2 of 3 failed" in capsys.readouterr().out
+    with in_thread(alive_for(3)) as server:
+        assert run("--url", server.url, "--out", str(out), *FEW) == 1
+    assert "single: all 3 requests failed: HTTP 503" in capsys.readouterr().err
+    assert len(out.read_text("utf-8").splitlines()) == 2
+
+
+def test_ctrl_c_keeps_the_lines_of_runs_that_were_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = serving.run_scenario, list[int]()
+
+    async def second_is_interrupted(*args: Any, **options: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return await real(*args, **options)
+
+    out = tmp_path / "a.jsonl"
+    monkeypatch.setattr(serving, "run_scenario", second_is_interrupted)
+    monkeypatch.setattr(sys, "argv", ["onebox", "bench", "serve"])
+    with in_thread(lambda i, _: Reply(((0.0, 1),) * 8)) as server:
+        assert run("--url", server.url, "--repeats", "3", "--out", str(out), *FEW) == 130
+    assert len(out.read_text("utf-8").splitlines()) == 1
+
+
+def test_lines_of_other_versions_are_compared_by_what_they_have_or_refused(tmp_path: Path) -> None:
+    def file(**fields: Any) -> Path:
+        (tmp_path / "x.jsonl").write_text(json.dumps({"bench": "serve", **fields}), "utf-8")
+        return tmp_path / "x.jsonl"
+
+    odd: tuple[dict[str, Any], ...] = ({}, {"scenario": 3}, {"scenario": "c32", "rate": "fast"})
+    for fields in odd:
+        with pytest.raises(ConfigError, match="without a scenario"):
+            tables.read(file(**fields))
+    old = tables.read(file(scenario="c32", output_tok_s=float("nan"), itl_ms=[1], failed=2))
+    [(title, rows)] = tables.pairs(old, old)
+    assert title.startswith("c32, -, - at a time") and [r[0] for r in rows] == ["failed"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,15 @@ def test_dense_heads_read_everything() -> None:
     assert_close(sparse_attention_ref(q, k, v, index), full, 2e-3)
 
 
+def test_more_columns_than_keys_read_everything() -> None:
+    q, k, v = heads(SPAN + 200)
+    every = [HeadPattern("vertical_slash", columns=4 * SPAN, pages=1)] * H
+    for length in (150, 300, SPAN + 200):
+        index = sparse_index_ref(q[:length], k[:length], 0, every)
+        assert torch.equal(reads_ref(index, length), torch.ones(H, length, length, device=DEVICE).tril().bool())
+        assert sparse_attention_ref(q[:length], k[:length], v[:length], index).isfinite().all()
+
+
 def test_each_pattern_reads_what_its_name_says() -> None:
     length = 3 * SPAN
     q, k, _ = heads(length)

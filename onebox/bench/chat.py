@@ -9,7 +9,6 @@ numbers that fills the given number of tokens, the one asked for at evenly sprea
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -18,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.record import append, environment, rounded
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
+from onebox.errors import ConfigError
 from onebox.request import Request, SamplingParams
 from onebox.server.chat import Tokenizer
 
@@ -89,24 +90,34 @@ def score(
     return Score(right / len(items), reach, steps, prompt_tokens / len(items))
 
 
+def questions(path: Path) -> list[str]:
+    """The `question` of every line. Raises ConfigError."""
+    try:
+        found = [str(json.loads(line)["question"]) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path}: must be JSON lines with a 'question' ({e}).") from e
+    if not found:
+        raise ConfigError(f"{path}: no question in it.")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, nargs="+")
-    parser.add_argument("--questions", type=Path)
-    parser.add_argument("--key-values", type=int, nargs="*", default=[])
-    parser.add_argument("--n", type=int, default=20)
-    parser.add_argument("--k", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=200)
+    parser = values.parser(__doc__)
+    parser.add_argument("models", type=values.folder, nargs="+")
+    parser.add_argument("--questions", type=values.file)
+    parser.add_argument("--key-values", type=values.count, nargs="*", default=[])
+    parser.add_argument("--n", type=values.count, default=20)
+    parser.add_argument("--k", type=values.drafts, default=3)
+    parser.add_argument("--max-tokens", type=values.count, default=200)
     parser.add_argument("--thinking", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=values.output)
     args = parser.parse_args()
     for model in args.models:
         tokenizer = Tokenizer.from_folder(model)
         engine = Engine(EngineConfig(model=str(model), draft_len=args.k, max_num_seqs=8))
         sets: dict[str, list[Item]] = {}
         if args.questions:
-            lines = args.questions.read_text("utf-8").splitlines()[: args.n]
-            sets[args.questions.stem] = [Item(json.loads(line)["question"]) for line in lines]
+            sets[args.questions.stem] = [Item(text) for text in questions(args.questions)[: args.n]]
         for size in args.key_values:
             sets[f"key-values-{size}"] = key_value_items(tokenizer, size, args.n)
         for name, items in sets.items():

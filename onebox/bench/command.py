@@ -97,7 +97,7 @@ def serve(
     out: Annotated[Path, typer.Option(help="Where the lines go.")] = Path("results/serving.jsonl"),
 ) -> None:
     """serving scenarios against any OpenAI-compatible server"""
-    from onebox.bench import tables
+    from onebox.bench import tables, values
     from onebox.bench.serving import SCENARIOS, Scenario, Slo
 
     if list_:
@@ -111,6 +111,10 @@ def serve(
     names = scenario or ["single"]
     if unknown := [n for n in names if n not in SCENARIOS]:
         raise ConfigError(f"--scenario {unknown[0]!r} is not known. Known: {', '.join(SCENARIOS)}.")
+    try:
+        values.output(str(out))
+    except values.Refused as e:
+        raise ConfigError(f"--out {e}") from e
     if endpoint not in ("chat", "completions"):
         raise ConfigError(f"--endpoint must be chat or completions, got {endpoint!r}.")
     if rate is not None and concurrency is not None:
@@ -181,6 +185,9 @@ def _measure(
             line = line | ({"server": label or version} if label or version else {})
             record.append(out, line | record.environment(torch.device("cpu")))
             tables.show(line, sys.stdout)
+            if line["failed"] == line["requests"]:
+                kind, message = next(iter(line["failure_examples"].items()))
+                raise ConfigError(f"{s.name}: all {line['requests']} requests failed: {kind}: {message}")
 
 
 def _server(url: str, model: str | None, api_key: str | None) -> tuple[str, str | None]:

@@ -5,13 +5,13 @@ python -m onebox.bench.decode --shape qwen3.5-122b-a10b --build hybrid --batch 1
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.kernels import kernel_table, print_table
 from onebox.bench.random_model import RandomModel, Rows, check, pages_each
 from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
@@ -64,21 +64,23 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = values.parser(__doc__)
     parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe), default="qwen3.5-122b-a10b")
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--context", type=int, nargs="+", default=[512])
-    parser.add_argument("--layers", type=int, help="only the first layers: for a quick look, never for a claim")
+    parser.add_argument("--batch", type=values.count, nargs="+", default=[1])
+    parser.add_argument("--context", type=values.count, nargs="+", default=[512])
+    parser.add_argument(
+        "--layers", type=values.count, help="only the first layers: for a quick look, never for a claim"
+    )
     parser.add_argument("--table", action="store_true", help="time every kernel alone against its own bytes")
-    parser.add_argument("--configs", type=Path, help="another launch table than the package's")
+    parser.add_argument("--configs", type=values.file, help="another launch table than the package's")
     parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with the references")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/decode.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/decode.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("decode: no CUDA device is visible; this benchmark measures one")
+        parser.error("no CUDA device is visible; this benchmark measures one")
     device = torch.device("cuda", 0)
     spec, build = SHAPES[args.shape], BUILDS[args.build]
     if args.configs:

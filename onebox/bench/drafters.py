@@ -5,13 +5,13 @@ python -m onebox.bench.drafters --model onebox/models/tiny --n 6 --max-tokens 80
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.chat import key_value_items
 from onebox.bench.record import append, environment, rounded
 from onebox.config import EngineConfig
@@ -84,14 +84,14 @@ def run(engine: Engine, prompts: list[tuple[int, ...]], batch: int, max_tokens: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser = values.parser(__doc__)
+    parser.add_argument("--model", type=values.folder, required=True)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--n", type=int, default=6)
-    parser.add_argument("--max-tokens", type=int, default=80)
+    parser.add_argument("--batch", type=values.count, nargs="+", default=[1])
+    parser.add_argument("--n", type=values.count, default=6)
+    parser.add_argument("--max-tokens", type=values.count, default=80)
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/engine.jsonl"))
     args = parser.parse_args()
     prompts = chats(Tokenizer.from_folder(args.model), args.n)
     want: dict[tuple[str, int], list[list[int]]] = {}

@@ -8,7 +8,6 @@ that `plan` uses stand in onebox/ledger.py; lines of other commits are shown bes
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from onebox.bench import values
+from onebox.errors import ConfigError
 from onebox.ledger import BOXES, BUILDS, MEASURED, SHAPES, Box, Efficiency, step_bytes
 
 DEVICES = {"NVIDIA H200": BOXES["h200"]}
@@ -66,6 +67,9 @@ def cases(records: Iterable[Mapping[str, Any]]) -> list[Case]:
             continue
         if r.get("model") not in SHAPES or r.get("build") not in BUILDS or r.get("mtp_format", "build's") != "build's":
             continue
+        wanted = (r.get("batch"), r.get("k"), r.get("prompt"), r.get("ms_per_step"))
+        if not all(isinstance(n, int | float) and 0 <= n < 1e9 for n in wanted) or not r["ms_per_step"]:
+            continue
         found.append(
             Case(
                 r["model"],
@@ -75,7 +79,7 @@ def cases(records: Iterable[Mapping[str, Any]]) -> list[Case]:
                 r["prompt"] + 100,  # the middle of the steps that are timed
                 r.get("draft_vocab"),
                 r["ms_per_step"],
-                r["commit"],
+                str(r.get("commit")),
                 r["device"],
             )
         )
@@ -94,11 +98,16 @@ def fit(measured: Sequence[Case]) -> Efficiency:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    """Objects of a file of JSON lines. Raises ConfigError."""
+    try:
+        found = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: not a file of JSON lines ({e}).") from e
+    return [line for line in found if isinstance(line, dict)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = values.parser(__doc__)
     parser.add_argument("results", type=Path, nargs="?", default=Path("results/engine.jsonl"))
     parser.add_argument("--at", default=AT, help="commit whose lines are fitted")
     args = parser.parse_args()

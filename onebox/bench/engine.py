@@ -6,7 +6,6 @@ python -m onebox.bench.engine --shape qwen3.5-35b-a3b --batch 1 --k 0 2    # ran
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.random_model import random_model_weights
 from onebox.bench.record import append, environment, rounded, time_cuda
 from onebox.checkpoint.reader import LoadReport
@@ -93,23 +93,25 @@ def graph_ms(engine: Engine, batch: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
+    parser = values.parser(__doc__)
+    parser.add_argument("--model", type=values.folder)
     parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe))
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--k", type=int, nargs="+", default=[0])
+    parser.add_argument("--batch", type=values.count, nargs="+", default=[1])
+    parser.add_argument("--k", type=values.drafts, nargs="+", default=[0])
     parser.add_argument(
-        "--force-acceptance", type=float, nargs="+", default=[0.9, 0.8, 0.7], help="random weights only"
+        "--force-acceptance", type=values.share, nargs="+", default=[0.9, 0.8, 0.7], help="random weights only"
     )
-    parser.add_argument("--draft-vocab", type=int, help="drafts come from the first so many tokens")
+    parser.add_argument("--draft-vocab", type=values.count, help="drafts come from the first so many tokens")
     parser.add_argument("--mtp-format", choices=("bf16", "fp8", "int4"), help="another format for the drafter's block")
-    parser.add_argument("--layers", type=int, help="only the first layers: for a quick look, never for a claim")
-    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument(
+        "--layers", type=values.count, help="only the first layers: for a quick look, never for a claim"
+    )
+    parser.add_argument("--prompt", type=values.count, default=128)
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
-    parser.add_argument("--kv-gb", type=float, default=8.0, help="for pages, with random weights")
+    parser.add_argument("--kv-gb", type=values.positive, default=8.0, help="for pages, with random weights")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/engine.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device is visible; this benchmark measures one")

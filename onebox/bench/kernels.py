@@ -5,9 +5,7 @@ python -m onebox.bench.kernels --shape qwen3.5-122b-a10b --build hybrid --tune g
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.random_model import RandomModel, Rows, pages_each
 from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
 from onebox.kernels import configs, experts, gated_delta, head, linear, moe, paged_attention
@@ -259,12 +258,12 @@ def tune(model: RandomModel, kernels: list[str], batch: int, context: int, copy_
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = values.parser(__doc__)
     parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe), default="qwen3.5-122b-a10b")
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batch", type=values.count, default=1)
+    parser.add_argument("--context", type=values.count, default=512)
+    parser.add_argument("--layers", type=values.count, default=12)
     parser.add_argument(
         "--tune", nargs="*", choices=sorted(CHOICES), help="time every candidate configuration of these"
     )
@@ -272,10 +271,10 @@ def main() -> None:
     parser.add_argument("--pdl", type=int, choices=(0, 1, 2), help="programmatic dependent launch: off, early, late")
     parser.add_argument("--write", type=Path, help="where to write the table with the best choices")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/kernels.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/kernels.jsonl"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("kernels: no CUDA device is visible; this benchmark measures one")
+        parser.error("no CUDA device is visible; this benchmark measures one")
     if args.pdl is not None:
         configs.set_pdl(args.pdl)
     device, kernels = torch.device("cuda", 0), args.tune if args.tune else list(CHOICES)

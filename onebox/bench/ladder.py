@@ -638,7 +638,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=values.count, default=10, help="at most so many")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/ladder.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/ladder.jsonl"))
     args = parser.parse_args(argv)
     if args.rate == 0:
         parser.error("argument --rate: must be above 0")
@@ -681,8 +681,14 @@ def recorded(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Itera
             parser.error(f"--{flag.replace('_', '-')} goes with --shape")
     base = args.model or Path(bundled_model())
     packed = is_packed(base)
-    loaded_mtp = bool(Spec.from_config(config_of(base)).n_mtp_layers)
-    rungs = techniques(packed, args.drafts, args.rate, mtp=loaded_mtp, kv=("fp8", "tq4"))
+    spec = Spec.from_config(config_of(base))
+    if packed and (args.fp8_from or args.builds):
+        flag = "--fp8-from" if args.fp8_from else "--builds"
+        parser.error(f"{flag} is for builds of a 16-bit MODEL; {base.name} is packed already")
+    room = spec.max_positions - 512
+    if args.document > room:
+        parser.error(f"argument --document: {base.name} reads {spec.max_positions} tokens; {room} at most")
+    rungs = techniques(packed, args.drafts, args.rate, mtp=bool(spec.n_mtp_layers), kv=("fp8", "tq4"))
     if args.rungs is not None:
         if max(args.rungs) > len(rungs):
             parser.error(f"argument --rungs: there are {len(rungs)}: {', '.join(r.name for r in rungs)}")

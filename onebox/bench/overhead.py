@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from onebox.bench import record
+from onebox.bench import record, values
 from onebox.config import bundled_model
 from onebox.server.app import create_app
 from onebox.server.chat import Tokenizer
@@ -100,13 +100,15 @@ async def load(port: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens a stream")
-    parser.add_argument("--tokens-per-step", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=5000, help="tokens a second that the engine would give a stream")
+    parser = values.parser(__doc__)
+    parser.add_argument("--streams", type=values.count, default=32)
+    parser.add_argument("--tokens", type=values.count, default=4000, help="tokens a stream")
+    parser.add_argument("--tokens-per-step", type=values.count, default=1)
+    parser.add_argument(
+        "--rate", type=values.positive, default=5000, help="tokens a second that the engine would give a stream"
+    )
     parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
-    parser.add_argument("--out", help="file to append a result line to")
+    parser.add_argument("--out", type=values.output, help="file to append a result line to")
     args = parser.parse_args(argv)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

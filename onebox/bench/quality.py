@@ -11,7 +11,6 @@ out, the packaged held-out meetings and problems are read (onebox/bench/texts). 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -26,6 +25,7 @@ import torch
 from tokenizers import Tokenizer as RustTokenizer
 from torch import Tensor
 
+from onebox.bench import values
 from onebox.bench.chat import Item, key_value_items, score
 from onebox.bench.record import aligned, append, environment, rounded
 from onebox.config import EngineConfig
@@ -42,6 +42,7 @@ from onebox.server.chat import Tokenizer
 
 DRAFTS = 3
 FAILED = 3  # exit status of a gate that did not hold
+TEMPLATE_TOKENS = 128  # of the question and the template around a text
 ANSWER_TOKENS = 32  # of a recall question
 HELDOUT = Path(__file__).parent / "texts" / "heldout.jsonl"
 NEEDLE_QUESTION = "What is the special magic number mentioned in the text?"
@@ -319,20 +320,11 @@ def lines(rows: Sequence[tuple[str, Quality]]) -> list[str]:
     return aligned(table)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Counts above 0, separated by commas."""
-    found = tuple(int(part) for part in text.split(",") if part)
-    if not all(n > 0 for n in found):
-        raise ValueError(text)
-    return found
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Numbers from 0 to 1, separated by commas."""
-    found = tuple(float(part) for part in text.split(",") if part)
-    if not all(0 <= x <= 1 for x in found):
-        raise ValueError(text)
-    return found
+def check_lengths(lengths: Sequence[int], most: int) -> None:
+    """Raises ConfigError for a text to find numbers in that is longer than the model reads."""
+    room = most - ANSWER_TOKENS - TEMPLATE_TOKENS
+    if too_long := [n for n in lengths if n > room]:
+        raise ConfigError(f"numbers cannot be hidden in {too_long[0]} tokens: the model reads {most}; {room} at most.")
 
 
 def open_build(path: Path, device: str) -> tuple[EngineConfig, Loaded]:
@@ -350,23 +342,31 @@ def kv_bytes(build: Loaded, config: EngineConfig) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("builds", type=Path, nargs="+", metavar="BUILD")
-    parser.add_argument("--against", type=Path, required=True, metavar="REFERENCE", help="usually the 16-bit original")
-    parser.add_argument("--text", type=Path, nargs="+", default=[HELDOUT], metavar="FILE", help="texts to predict")
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--windows", type=int, default=64, help="at most so many")
-    parser.add_argument("--needles", type=numbers, default=(), metavar="N,N", help="find numbers in N tokens of text")
-    parser.add_argument("--key-values", type=numbers, default=(), metavar="N,N", help="... in N tokens of data")
-    parser.add_argument("--items", type=int, default=20, help="numbers to find at each length")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="beginnings that drafts are tried after")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens drafted along, each")
-    parser.add_argument("--max-kl", type=float, help="nats a token")
-    parser.add_argument("--min-top1", type=float)
-    parser.add_argument("--max-perplexity-ratio", type=float, help="build's over the reference's")
-    parser.add_argument("--min-needles", type=float, help="recall at every length")
-    parser.add_argument("--min-key-values", type=float, help="recall at every length")
-    parser.add_argument("--min-acceptance", type=shares, default=(), metavar="A,A", help="of 1, 2, ... drafts")
+    parser = values.parser(__doc__)
+    parser.add_argument("builds", type=values.folder, nargs="+", metavar="BUILD")
+    parser.add_argument(
+        "--against", type=values.folder, required=True, metavar="REFERENCE", help="usually the 16-bit original"
+    )
+    parser.add_argument(
+        "--text", type=values.file, nargs="+", default=[HELDOUT], metavar="FILE", help="texts to predict"
+    )
+    parser.add_argument("--window", type=values.count, default=512, help="tokens of a window")
+    parser.add_argument("--windows", type=values.count, default=64, help="at most so many")
+    parser.add_argument(
+        "--needles", type=values.counts, default=(), metavar="N,N", help="find numbers in N tokens of text"
+    )
+    parser.add_argument("--key-values", type=values.counts, default=(), metavar="N,N", help="... in N tokens of data")
+    parser.add_argument("--items", type=values.count, default=20, help="numbers to find at each length")
+    parser.add_argument(
+        "--prompt-tokens", type=values.count, default=128, help="beginnings that drafts are tried after"
+    )
+    parser.add_argument("--new-tokens", type=values.count, default=64, help="tokens drafted along, each")
+    parser.add_argument("--max-kl", type=values.not_negative, help="nats a token")
+    parser.add_argument("--min-top1", type=values.share)
+    parser.add_argument("--max-perplexity-ratio", type=values.positive, help="build's over the reference's")
+    parser.add_argument("--min-needles", type=values.share, help="recall at every length")
+    parser.add_argument("--min-key-values", type=values.share, help="recall at every length")
+    parser.add_argument("--min-acceptance", type=values.shares, default=(), metavar="A,A", help="of 1, 2, ... drafts")
     parser.add_argument(
         "--kv-cache-dtype",
         default="auto",
@@ -375,11 +375,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, help="file to append result lines to")
+    parser.add_argument("--out", type=values.output, help="file to append result lines to")
     args = parser.parse_args(argv)
-    for name in ("window", "windows", "items", "prompt_tokens", "new_tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     formats = args.kv_cache_dtype.split(",")
     for kv in formats:
         EngineConfig(model="", kv_cache_dtype=kv)  # a name that is not one is refused before anything is loaded
@@ -388,6 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     windows, texts = read_windows(tokenizer, args.text, args.window, args.windows)
     measure = Measure(windows, texts, args.needles, args.key_values, args.items, args.prompt_tokens, args.new_tokens)
     reference = open_build(args.against, args.device)[1].model
+    check_lengths((*args.needles, *args.key_values), reference.spec.max_positions)
     rows, failures = [], list[str]()
     opened: tuple[EngineConfig, Loaded] | None = None
     for build, kv in itertools.product(args.builds, formats):

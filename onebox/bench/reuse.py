@@ -5,7 +5,6 @@ python -m onebox.bench.reuse --model onebox/models/tiny --tokens 500 1000 2000 4
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from onebox.bench import values
 from onebox.bench.record import append, environment, rounded
 from onebox.config import EngineConfig
 from onebox.engine.engine import Engine
@@ -39,15 +39,17 @@ def first_token_times(engine: Engine, n_tokens: int, repeats: int, seed: int = 0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser = values.parser(__doc__)
+    parser.add_argument("--model", type=values.folder, required=True)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4000])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=values.count, nargs="+", default=[4000])
+    parser.add_argument("--repeats", type=values.count, default=3)
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/engine.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/engine.jsonl"))
     args = parser.parse_args()
     engine = Engine(EngineConfig(model=str(args.model), device=args.device))
+    if (longest := max(args.tokens)) >= engine.max_model_len:
+        parser.error(f"--tokens {longest}: {args.model.name} reads {engine.max_model_len} tokens with the answer")
     for n in args.tokens:
         cold_s, warm_s, same = first_token_times(engine, n, args.repeats, seed=n)
         record = {

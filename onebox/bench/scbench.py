@@ -194,13 +194,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--url", help="ask this OpenAI-compatible server in place of an engine")
     p.add_argument("--served-model", metavar="NAME", help="its model; left out: the first it lists")
     p.add_argument("--api-key", default="none")
-    p.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="counts tokens with --url; else the bundled one")
+    p.add_argument(
+        "--tokenizer", type=values.folder, metavar="FOLDER", help="counts tokens with --url; else the bundled one"
+    )
     p.add_argument("--tasks", default="all", help="names with commas, with or without scbench_; or all")
     p.add_argument("--modes", default=",".join(MODES), help="multi-turn, multi-request, or both with a comma")
     p.add_argument("--data", metavar="FOLDER|ID", help=f"the published data: its folder, or its id ({HUB})")
     p.add_argument("--revision", help="commit of the hub's data set")
     p.add_argument("--length", type=values.count, default=1000, help="tokens of a made context")
-    p.add_argument("--seed", type=int, default=0, help="of made contexts")
+    p.add_argument("--seed", type=values.count_or_none, default=0, help="of made contexts")
     p.add_argument("--sessions", type=values.count, help="contexts a task; made: 2, published: all")
     p.add_argument("--turns", type=values.count, default=5, help="questions a context at most")
     p.add_argument("--max-context", type=values.count, help="cut longer contexts in the middle; its own limit")
@@ -214,10 +216,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="auto")
     p.add_argument("--compress", default="none", help=f"shorten contexts: {', '.join(COMPRESSION)}; several: commas")
     p.add_argument("--compress-model", metavar="FOLDER|ID", help="scorer of the methods other than auto")
-    p.add_argument("--compress-rate", type=float, default=1 / 3, help="kept share of a context")
-    p.add_argument("--answers", type=Path, metavar="FILE", help="write every question's answer and score")
+    p.add_argument("--compress-rate", type=values.positive, default=1 / 3, help="kept share of a context")
+    p.add_argument("--answers", type=values.output, metavar="FILE", help="write every question's answer and score")
     p.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    p.add_argument("--out", type=Path, help="file to append result lines to")
+    p.add_argument("--out", type=values.output, help="file to append result lines to")
     return p
 
 

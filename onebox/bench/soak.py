@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from onebox.bench import record
+from onebox.bench import record, values
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -338,14 +338,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--hang-up", type=float, default=0.2, help="share of requests whose client goes away")
-    parser.add_argument("--invalid", type=float, default=0.05, help="share of requests that are rubbish")
-    parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--max-waiting", type=int, default=160, help="fewer than streams, so that some are refused")
-    parser.add_argument("--out", help="file to append a result line to")
+    parser = values.parser(__doc__)
+    parser.add_argument("--streams", type=values.count, default=200)
+    parser.add_argument("--seconds", type=values.positive, default=120)
+    parser.add_argument("--hang-up", type=values.share, default=0.2, help="share of requests whose client goes away")
+    parser.add_argument("--invalid", type=values.share, default=0.05, help="share of requests that are rubbish")
+    parser.add_argument("--max-num-seqs", type=values.count, default=16)
+    parser.add_argument(
+        "--max-waiting", type=values.count, default=160, help="fewer than streams, so that some are refused"
+    )
+    parser.add_argument("--out", type=values.output, help="file to append a result line to")
     args = parser.parse_args(argv)
     fields = {k: getattr(args, k) for k in ("streams", "seconds", "max_num_seqs", "max_waiting")}
     shares = {"hang_up_share": args.hang_up, "invalid_share": args.invalid}

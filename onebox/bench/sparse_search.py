@@ -10,7 +10,6 @@ recall, each for dense prompts, one vertical-slash pattern for all heads, and th
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onebox.bench import values
 from onebox.bench.chat import key_value_items
 from onebox.bench.quality import (
     HELDOUT,
     agreement,
+    check_lengths,
     needle_items,
     next_token_logits,
-    numbers,
     open_build,
     read_windows,
     recall,
@@ -150,28 +150,31 @@ def quality(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = values.parser(__doc__)
     parser.add_argument("model", nargs="?", default=None, help="a checkpoint's folder; the bundled model")
-    parser.add_argument("--text", type=Path, nargs="+", default=[HELDOUT], metavar="FILE", help="texts to search on")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts to search on; as many are held out")
-    parser.add_argument("--budget", type=int, default=1024, help="keys a row reads, about")
-    parser.add_argument("--sparse-from", type=int, default=0, help="tokens below which prompts are dense afterwards")
-    parser.add_argument("--needles", type=numbers, default=(), metavar="N,N", help="find numbers in N tokens of text")
-    parser.add_argument("--key-values", type=numbers, default=(), metavar="N,N", help="... in N tokens of data")
-    parser.add_argument("--items", type=int, default=20, help="numbers to find at each length")
+    parser.add_argument(
+        "--text", type=values.file, nargs="+", default=[HELDOUT], metavar="FILE", help="texts to search on"
+    )
+    parser.add_argument("--length", type=values.count, default=4096, help="tokens of a prompt")
+    parser.add_argument("--prompts", type=values.count, default=2, help="prompts to search on; as many are held out")
+    parser.add_argument("--budget", type=values.count, default=1024, help="keys a row reads, about")
+    parser.add_argument(
+        "--sparse-from", type=values.count_or_none, default=0, help="tokens below which prompts are dense afterwards"
+    )
+    parser.add_argument(
+        "--needles", type=values.counts, default=(), metavar="N,N", help="find numbers in N tokens of text"
+    )
+    parser.add_argument("--key-values", type=values.counts, default=(), metavar="N,N", help="... in N tokens of data")
+    parser.add_argument("--items", type=values.count, default=20, help="numbers to find at each length")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("patterns.json"), help="the table: for serve --sparse-table")
-    parser.add_argument("--results", type=Path, help="file to append result lines to")
+    parser.add_argument(
+        "--out", type=values.output, default=Path("patterns.json"), help="the table: for serve --sparse-table"
+    )
+    parser.add_argument("--results", type=values.output, help="file to append result lines to")
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
     args = parser.parse_args(argv)
-    for name in ("prompts", "items", "budget"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
     if args.length < 2 * OBSERVED + PAGE:
         parser.error(f"--length must be at least {2 * OBSERVED + PAGE}: the last rows of a prompt are always dense")
-    if args.sparse_from < 0:
-        parser.error("--sparse-from must be 0 or more")
     folder = Path(args.model or bundled_model())
     tokenizer = Tokenizer.from_folder(folder)
     windows, texts = read_windows(tokenizer, args.text, args.length, 2 * args.prompts)
@@ -183,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     half = len(windows) // 2
     config, build = open_build(folder, args.device)
     spec = build.model.spec
+    check_lengths((*args.needles, *args.key_values), spec.max_positions)
     found = search(build.model, windows[:half], candidates(args.budget))
     write_table(found.best(), args.out)
     table = [("layer", "head", "pattern", "columns", "pages", "error", "retained")]

@@ -5,11 +5,12 @@ python -m onebox.bench.state --model onebox/models/tiny --text docs/architecture
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
+from onebox.bench import values
+from onebox.bench.quality import read_texts
 from onebox.bench.record import append, environment, rounded
 from onebox.model.load import load_model
 from onebox.model.sequence import Sequences
@@ -19,14 +20,16 @@ WINDOWS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--text", type=Path, nargs="+", required=True)
-    parser.add_argument("--tokens", type=int, default=256, help="of each window, the state rounded after every one")
+    parser = values.parser(__doc__)
+    parser.add_argument("--model", type=values.folder, required=True)
+    parser.add_argument("--text", type=values.file, nargs="+", required=True)
+    parser.add_argument(
+        "--tokens", type=values.count, default=256, help="of each window, the state rounded after every one"
+    )
     parser.add_argument("--commit", help="the commit, where the checkout is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("results/quality.jsonl"))
+    parser.add_argument("--out", type=values.output, default=Path("results/quality.jsonl"))
     args = parser.parse_args()
-    ids = Tokenizer.from_folder(args.model).encode("\n".join(path.read_text("utf-8") for path in args.text))
+    ids = Tokenizer.from_folder(args.model).encode("\n".join(text for path in args.text for text in read_texts(path)))
     if len(ids) < WINDOWS * args.tokens:
         parser.error(f"{WINDOWS} windows of {args.tokens} tokens need more text than {len(ids)} tokens")
     tokens = torch.tensor(ids[: WINDOWS * args.tokens]).view(WINDOWS, args.tokens)

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from onebox.errors import ConfigError
 
+HIGHEST = 1e30
 # (name, path in a line, whether more is better)
 METRICS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("output tok/s", ("output_tok_s",), True),
@@ -35,6 +36,9 @@ def read(path: Path, bench: str = "serve") -> list[dict[str, Any]]:
     except (OSError, ValueError) as e:
         raise ConfigError(f"{path}: not a file of JSON lines ({e}).") from e
     found = [line for line in lines if isinstance(line, dict) and line.get("bench") == bench]
+    for line in found:
+        if not isinstance(line.get("scenario"), str) or not isinstance(line.get("rate") or 0, int | float):
+            raise ConfigError(f"{path}: a line without a scenario, or with a rate that is no number.")
     if not found:
         raise ConfigError(f"{path} has no line of the bench {bench!r}.")
     return found
@@ -44,7 +48,7 @@ def value(line: Mapping[str, Any], path: Sequence[str]) -> float | None:
     found: Any = line
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
-    return float(found) if isinstance(found, (int, float)) else None
+    return float(found) if isinstance(found, (int, float)) and abs(found) < HIGHEST else None  # NaN is none either
 
 
 def number(x: float | None) -> str:
@@ -82,9 +86,9 @@ def pairs(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> lis
             better = None if x == y else "B" if (y > x) is more else "A"
             rows.append((name, x, y, ratio, better))
         load = json.loads(key)
-        how = f"{load['rate']:g} a second" if load["rate"] else f"{load['concurrency']} at a time"
+        how = f"{load['rate']:g} a second" if load["rate"] else f"{load['concurrency'] or '-'} at a time"
         runs = f"{len(left[key])} and {len(right[key])} runs"
-        found.append((f"{load['scenario']}, {load['endpoint']}, {how} ({runs}, medians)", rows))
+        found.append((f"{load['scenario']}, {load['endpoint'] or '-'}, {how} ({runs}, medians)", rows))
     if not found:
         raise ConfigError("the two files have no scenario of the same load in common.")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -97,6 +98,19 @@ def file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
         raise Refused(f"{text}: no such file")
+    return path
+
+
+def output(text: str) -> Path:
+    """A file that can be written: found out before anything is measured. Its folder is made when results come."""
+    path = Path(text)
+    above = next((p for p in path.absolute().parents if p.exists()), Path("/"))
+    if path.is_dir():
+        raise Refused(f"{text}: is a folder; name a file")
+    if not above.is_dir():
+        raise Refused(f"{text}: {above} is a file, not a folder")
+    if not os.access(path if path.exists() else above, os.W_OK):
+        raise Refused(f"{text}: cannot be written")
     return path
 
 

@@ -142,7 +142,7 @@ def sparse_index_ref(
                 weights = observed_ref(q[position - first, heads], k[:end, h // group, None], position)
                 found, slashes = _vertical_slash(weights, position, patterns[heads])
                 key = torch.arange(end, device=device).expand_as(found)
-                columns[i, heads] = torch.where(found, key, length).sort(-1).values[:, :most]
+                columns[i, heads, :end] = torch.where(found, key, length).sort(-1).values[:, :most]
                 n_columns[tiles, heads] = found.sum(-1)
                 before = tile[tiles, None] - page
                 slashes = F.pad(slashes, (0, n_pages - slashes.shape[-1]))
