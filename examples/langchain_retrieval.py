@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> str:
         server: Any = nullcontext((options.url, "tiny"))
     else:
         from onebox.cli import make_engine
-        from onebox.config import EngineConfig
-        from onebox.server.serve import ServeOptions, bundled_model, in_background
+        from onebox.config import EngineConfig, bundled_model
+        from onebox.server.serve import ServeOptions, in_background
 
         server = in_background(ServeOptions(engine=EngineConfig(bundled_model()), port=0, drain_s=1), make_engine)
     with server as (url, _):

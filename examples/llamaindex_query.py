@@ -22,9 +22,9 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from passages import passages
 
 from onebox import LLM, SamplingParams
+from onebox.config import bundled_model
 from onebox.integrations.llamaindex import OneboxPostprocessor
 from onebox.prompt import Bm25Ranker, CompressedPrompt
-from onebox.server.serve import bundled_model
 
 
 class OfflineModel(CustomLLM):

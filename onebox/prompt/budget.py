@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from onebox.errors import PromptError
+from onebox.prompt.scoring import readable
 from onebox.prompt.segments import Piece
 
 Counter = Callable[[str], int]
@@ -25,7 +26,7 @@ def _bundled_counter() -> Counter | None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_BUNDLED))
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    return lambda text: len(tokenizer.encode(readable(text), add_special_tokens=False).ids)
 
 
 def counter_of(tokenizer: Any | None) -> Counter:
@@ -40,18 +41,40 @@ def counter_of(tokenizer: Any | None) -> Counter:
         return _counter_of.__wrapped__(tokenizer)
 
 
+def _by_function(function: Callable[[str], Any], text: str) -> int:
+    """Tokens by a caller's function, which gives their number or the tokens. Raises PromptError for anything else."""
+    try:
+        found = function(text)
+    except Exception as e:
+        reason = (str(e).splitlines() or [""])[0]
+        raise PromptError(
+            f"tokenizer: failed on a text of {len(text)} characters ({type(e).__name__}: {reason})"
+        ) from e
+    number = found if isinstance(found, int) and not isinstance(found, bool) else None
+    if number is None and hasattr(found, "__len__") and not isinstance(found, (str, bytes)):
+        number = len(found)
+    if number is None or number < 0:
+        raise PromptError(f"tokenizer: gave {found!r:.40} for a text; give the number of tokens, or the tokens")
+    return number
+
+
 @lru_cache(maxsize=16)
 def _counter_of(tokenizer: Any | None) -> Counter:
     if tokenizer is None:
-        return _bundled_counter() or (lambda text: -(-len(text.encode()) // 4))
+        return _bundled_counter() or (lambda text: -(-len(readable(text).encode()) // 4))
+    if isinstance(tokenizer, (str, bytes, type)):
+        raise PromptError(
+            f"tokenizer: {tokenizer!r:.60} is no tokenizer; pass the tokenizer itself, or a function of text"
+        )
     if hasattr(tokenizer, "encode_ordinary"):
-        return lambda text: len(tokenizer.encode_ordinary(text))
+        return lambda text: len(tokenizer.encode_ordinary(readable(text)))
     if hasattr(tokenizer, "convert_ids_to_tokens"):
-        return lambda text: len(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        return lambda text: len(tokenizer(readable(text), **options)["input_ids"])
     if hasattr(tokenizer, "encode"):
-        return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+        return lambda text: len(tokenizer.encode(readable(text), add_special_tokens=False).ids)
     if callable(tokenizer):
-        return lambda text: (lambda found: found if isinstance(found, int) else len(found))(tokenizer(text))
+        return lambda text: _by_function(tokenizer, text)
     raise PromptError(
         f"tokenizer: {type(tokenizer).__name__} is not a tokenizer; pass tiktoken, transformers or a function"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onebox.errors import PromptError
-from onebox.prompt.scoring import TokenScores
+from onebox.prompt.scoring import TokenScores, readable
 from onebox.prompt.surprisal import Chain, PlainChain, SurprisalScorer, Window
 
 _LOGITS = 64_000_000  # logits alive at once, 256 MB in fp32, however large the vocabulary
@@ -59,7 +59,11 @@ class CausalScorer(SurprisalScorer):
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         with self._lock:
             encoded = self.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=True, verbose=False
+                readable(text),
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                split_special_tokens=True,
+                verbose=False,
             )
         return list(encoded["input_ids"]), [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 

@@ -6,8 +6,9 @@ Deterministic; no global state; the caller's data is never changed; safe to use 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -21,7 +22,7 @@ from onebox.prompt.messages import ROLE_POLICY, check_roles, copied, message_par
 from onebox.prompt.parts import Part, Progress, Unit, by_sentence, compressible_units, relevance_of_sentences
 from onebox.prompt.ranking import Bm25Ranker
 from onebox.prompt.recovery import Recovery
-from onebox.prompt.scoring import Aggregation, Ranker, Scorer, StatisticScorer, TokenScores, are_turns
+from onebox.prompt.scoring import Aggregation, Ranker, Scorer, StatisticScorer, TokenScores, are_turns, readable
 from onebox.prompt.segments import Bonds, Options, Piece, Policy, resolve_policies
 from onebox.prompt.spans import Span
 from onebox.prompt.structures import pieces_of
@@ -171,7 +172,13 @@ class Compressor:
             raise PromptError(f"coarse: {coarse!r} is not a number from 1 up")
         if method != "auto" and scorer is None:
             raise PromptError(f"method {method!r}: needs scorer=; or use method='auto', which needs no model")
-        check_roles(roles or {})
+        forced = tuple(force_tokens) if isinstance(force_tokens, Iterable) else (force_tokens,)
+        if isinstance(force_tokens, str) or not all(isinstance(one, str) for one in forced):
+            raise PromptError("force_tokens: give a list of strings")
+        for name, given, asked in (("scorer", scorer, "score"), ("ranker", ranker, "rank")):
+            if given is not None and not callable(getattr(given, asked, None)):
+                raise PromptError(f"{name}: {type(given).__name__} has no method {asked}()")
+        check_roles(roles if roles is not None else {})
         self.method, self.order, self.dynamic, self.level = method, order, dynamic, level
         self.scorer: Scorer = scorer or StatisticScorer()
         self.compare, self.segment, self.coarse, self.aggregate = compare, segment, coarse, aggregate
@@ -186,7 +193,7 @@ class Compressor:
         self.drop_consecutive = drop_consecutive
         self._seen: dict[tuple[str, bool, float, Counter], CompressedPrompt] = {}
         self._lock = threading.Lock()
-        self.options = Options(resolve_policies(policies), tuple(force_tokens), keep_digits, keep_rules)
+        self.options = Options(resolve_policies(policies), forced, keep_digits, keep_rules)
         self.roles: dict[str, str | float] = {**ROLE_POLICY, **(roles or {})}
 
     @property
@@ -202,6 +209,9 @@ class Compressor:
     ) -> list[CompressedPrompt]:
         """`compress` for each, with the texts of all prompts scored in the same batches."""
         progress = options.pop("progress", None)
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise PromptError(f"compress_many: {type(prompts).__name__} is not a list of prompts")
+        check_names(options, progress)
         return self._finish([self._prepare(prompt, **options) for prompt in prompts], progress)
 
     def compress(
@@ -228,6 +238,7 @@ class Compressor:
 
         The text is instruction, documents and question, each only if given. Raises PromptError.
         """
+        check_names(options, progress)
         if options.get("stable"):
             return self._stable(self._prepare(prompt, **options), options["rate"])
         return self._finish([self._prepare(prompt, **options)], progress)[0]
@@ -304,6 +315,8 @@ class Compressor:
             if instruction:
                 parts.append(Part(instruction, "instruction", rate=self.instruction_rate))
             if documents is not None:
+                documents = list_of_texts(documents)
+                check_documents(keep_documents, max_documents, document_rates)
                 rates = list(document_rates) if document_rates is not None else [None] * len(documents)
                 if len(rates) != len(documents):
                     raise PromptError(f"document_rates: {len(rates)} for {len(documents)} documents")
@@ -381,7 +394,7 @@ class Compressor:
                 keep = self.compare and 3 * job.budget * self.coarse >= job.total
                 relevance, known = ranker.read(job.question or "", texts, keep=keep)
             else:
-                relevance = list(ranker.rank(job.question or "", texts))
+                relevance = relevance_of(ranker, job.question or "", texts)
             wanted = [job.parts[unit.part].wanted for unit in ranked]
             best_first = sorted(range(len(ranked)), key=lambda at: (not wanted[at], -relevance[at], at))
             room = job.budget * self.coarse
@@ -570,6 +583,54 @@ def check_length(rate: object, target_tokens: object, max_tokens: object) -> Non
     for name, value in (("target_tokens", target_tokens), ("max_tokens", max_tokens)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise PromptError(f"{name}: {value!r} is not a count of tokens")
+
+
+def check_names(options: Mapping[str, Any], progress: object) -> None:
+    """Raises PromptError for an option of `compress` that does not exist."""
+    known = inspect.signature(Compressor._prepare).parameters
+    for name in options:
+        if name not in known:
+            raise PromptError(f"compress: unknown option {name!r}; known: {', '.join(list(known)[1:])}, progress")
+    if progress is not None and not callable(progress):
+        raise PromptError(f"progress: {type(progress).__name__} is not a function of characters done and in all")
+
+
+def list_of_texts(documents: object) -> list[str]:
+    if isinstance(documents, (str, bytes, Mapping, Set)) or not isinstance(documents, Iterable):
+        raise PromptError(f"documents: {type(documents).__name__} is not a list of texts")
+    return list(documents)
+
+
+def check_documents(keep: object, most: object, rates: object) -> None:
+    """Raises PromptError unless they are indices, a count and rates."""
+    if isinstance(keep, (str, bytes)) or not isinstance(keep, Collection) or not all(_is_count(at) for at in keep):
+        raise PromptError(f"keep_documents: {keep!r:.60} is not a list of indices")
+    if most is not None and not _is_count(most):
+        raise PromptError(f"max_documents: {most!r:.60} is not a count")
+    if rates is None:
+        return
+    if isinstance(rates, (str, bytes)) or not isinstance(rates, Sequence):
+        raise PromptError(f"document_rates: {type(rates).__name__} is not a list of rates")
+    for at, rate in enumerate(rates):
+        if rate is not None and not (_is_number(rate) and 0 <= rate <= 1):
+            raise PromptError(f"document_rates[{at}]: {rate!r:.60} is not a number from 0 to 1")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 0)
+
+
+def relevance_of(ranker: Ranker, question: str, texts: Sequence[str]) -> list[float]:
+    """What the ranker says. Raises PromptError unless that is one number a text."""
+    try:
+        found = [float(score) for score in ranker.rank(readable(question), [readable(text) for text in texts])]
+    except (TypeError, ValueError) as e:
+        reason = (str(e).splitlines() or [""])[0]
+        raise PromptError(f"ranker {ranker.name!r}: gave no list of numbers ({reason})") from e
+    if len(found) != len(texts) or any(score != score for score in found):
+        what = "a score that is no number" if len(found) == len(texts) else f"{len(found)} scores"
+        raise PromptError(f"ranker {ranker.name!r}: gave {what} for {len(texts)} documents")
+    return found
 
 
 def _untagged(part: Part) -> Part:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onebox.prompt.causal import open_pretrained
-from onebox.prompt.scoring import TokenScores
+from onebox.prompt.scoring import TokenScores, readable
 
 _ENDS = frozenset(".!?。！？…؟।\n")
 
@@ -51,7 +51,7 @@ class ClassifierScorer:
         for index, text in enumerate(texts):
             with self._lock:
                 encoded = self.tokenizer(
-                    text,
+                    readable(text),
                     add_special_tokens=False,
                     return_offsets_mapping=True,
                     split_special_tokens=True,

@@ -19,6 +19,8 @@ ROLE_POLICY: dict[str, str | float] = {
 
 
 def check_roles(roles: Mapping[str, str | float]) -> None:
+    if not isinstance(roles, Mapping):
+        raise PromptError(f"roles: {type(roles).__name__} is not a mapping of roles to policies")
     for role, policy in roles.items():
         number = isinstance(policy, (int, float)) and not isinstance(policy, bool)
         if policy not in ("keep", "compress") and not (number and 0 <= policy <= 1):  # type: ignore[operator]
@@ -37,6 +39,11 @@ def message_parts(
     The last user turn stays whole. `stable`: every user turn does, since each was once the last, and there is no
     question, so that what becomes of a message never depends on those after it.
     """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise PromptError(f"messages: {type(messages).__name__} is not a list of messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise PromptError(f"messages[{index}]: {type(message).__name__} is not a message with role and content")
     parts: list[Part] = []
     places: list[tuple[int, int | None]] = []
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]

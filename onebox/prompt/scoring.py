@@ -89,6 +89,14 @@ class Ranker(Protocol):
     def rank(self, question: str, documents: Sequence[str]) -> Sequence[float]: ...
 
 
+_LONE = regex.compile("[\ud800-\udfff]")
+
+
+def readable(text: str) -> str:
+    """The text with lone surrogates, which no tokenizer takes, as U+FFFD: as many characters, at the same places."""
+    return _LONE.sub("\ufffd", text)
+
+
 def words(text: str) -> list[str]:
     """Lower-case words without function words, with English endings cut; unspaced scripts by character."""
     found = (word.lower() for word in _WORD.findall(text))

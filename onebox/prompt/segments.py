@@ -95,6 +95,8 @@ class Options:
 def resolve_policies(overrides: Mapping[str, Policy] | None) -> dict[str, Policy]:
     """Defaults with the caller's overrides. Raises PromptError for an unknown kind or policy."""
     merged = dict(DEFAULT_POLICIES)
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise PromptError(f"policies: {type(overrides).__name__} is not a mapping of kinds to policies")
     for kind, policy in (overrides or {}).items():
         if kind not in merged:
             raise PromptError(f"policies: unknown kind {kind!r}; known kinds: {', '.join(sorted(merged))}")

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from onebox.errors import PromptError
-from onebox.prompt.scoring import Scorer, TokenScores
+from onebox.prompt.scoring import Scorer, TokenScores, readable
 
 Encode = Callable[[str], tuple[list[int], list[tuple[int, int]]]]  # ids, and their character offsets
 
@@ -119,7 +119,7 @@ class EngineScorer(SurprisalScorer):
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         with self._lock:
-            return self._encode(text)
+            return self._encode(readable(text))
 
     def losses(self, windows: Sequence[Window]) -> list[np.ndarray]:
         asked = [window for window in windows if len(window.ids) > 1]
