@@ -126,6 +126,19 @@ def test_odd_lengths(length: int) -> None:
     assert reads_ref(index, length).diagonal(dim1=1, dim2=2).all()  # every row reads its own position
 
 
+@pytest.mark.parametrize("length", [65, 130, 300])
+def test_more_columns_and_pages_than_there_are_keys(length: int) -> None:
+    """A prompt shorter than its pattern's columns reads what it has."""
+    q, k, v = heads(length)
+    for kind in ("vertical_slash", "block_sparse", "a_shape"):
+        index = sparse_index_ref(q, k, 0, (HeadPattern(kind, columns=1024, pages=32),) * q.shape[1])
+        assert_close(sparse_attention_ref(q, k, v, index), sparse_attention_ref(q, k, v, whole(q, k)), 1e-2)
+
+
+def whole(q: Tensor, k: Tensor) -> SparseIndex:
+    return sparse_index_ref(q, k, 0, (HeadPattern(),) * q.shape[1])
+
+
 def run_kernel(index: SparseIndex, q: Tensor, k: Tensor, v: Tensor, kv_start: int = 0) -> tuple[Tensor, Tensor]:
     """The kernel's and the reference's gated outputs; pages in random order, NaN past the end."""
     n = -(-len(k) // PAGE)

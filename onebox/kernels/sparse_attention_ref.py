@@ -121,7 +121,7 @@ def sparse_index_ref(
     seen = torch.zeros(len(tile), n_heads, n_pages, dtype=torch.bool, device=device)
     n_columns = torch.zeros(len(tile), n_heads, dtype=torch.int64, device=device)
     spans = range(first // SPAN, (length - 1) // SPAN + 1)
-    most = max(p.columns if p.kind == "vertical_slash" else 0 for p in patterns)
+    most = min(max(p.columns if p.kind == "vertical_slash" else 0 for p in patterns), length)
     columns = torch.full((len(spans), n_heads, most), length, device=device)
     shaped = _shaped(patterns, page, tile, device)
     if any(p.kind == "block_sparse" for p in patterns):
