@@ -170,6 +170,9 @@ Ray = Annotated[
     typer.Option(metavar="ADDRESS", help="Ray cluster that does the work, such as ray://host:10001; local begins one."),
 ]
 SnapshotHostGb = Annotated[float, typer.Option(help="GB of host memory for prefix-cache states.")]
+KvHostGb = Annotated[
+    float, typer.Option(help="GB of host memory for KV pages of prefixes that were not used for long.")
+]
 
 
 @app.command()
@@ -190,6 +193,7 @@ def serve(
     gpu_memory_utilization: Utilization = None,
     memory_floor_gb: Floor = None,
     snapshot_host_gb: SnapshotHostGb = 0.0,
+    kv_host_gb: KvHostGb = 0.0,
     speculative_config: Speculative = None,
     adaptive_drafts: Annotated[
         bool, typer.Option("--adaptive-drafts", help="Draft less where it does not pay.")
@@ -317,6 +321,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             memory_floor_gb=memory_floor_gb,
             snapshot_host_gb=snapshot_host_gb,
+            kv_host_gb=kv_host_gb,
             prefix_caching=enable_prefix_caching,
             self_check=self_check,
             single_process=single_process,
@@ -348,6 +353,7 @@ def plan(
     gpu_memory_utilization: Utilization = None,
     memory_floor_gb: Floor = None,
     snapshot_host_gb: SnapshotHostGb = 0.0,
+    kv_host_gb: KvHostGb = 0.0,
     speculative_config: Speculative = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse of shared prompt beginnings.")] = True,
     box: Annotated[
@@ -376,6 +382,7 @@ def plan(
                 "--kv-cache-dtype": kv_cache_dtype != "auto",
                 "--kv-gb": kv_gb,
                 "--snapshot-host-gb": snapshot_host_gb,
+                "--kv-host-gb": kv_host_gb,
             }
         )
         plan_box(
@@ -419,6 +426,7 @@ def plan(
         gpu_memory_utilization=gpu_memory_utilization,
         memory_floor_gb=memory_floor_gb,
         snapshot_host_gb=snapshot_host_gb,
+        kv_host_gb=kv_host_gb,
         prefix_caching=enable_prefix_caching,
     ).resolve_device(cuda_devices=torch.cuda.device_count())
     found = plan_for(config)

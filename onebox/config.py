@@ -47,6 +47,7 @@ class EngineConfig:
     and chunks (docs/log.md has the error).
     `kv_cache_dtype` is what keys and values are kept in: "auto" is the arithmetic's own type, the others are the page
     formats of docs/long-context.md.
+    `kv_host_gb` of host memory keep KV pages of prefixes that were pushed out, `snapshot_host_gb` their states.
     `draft_len` None means the checkpoint's best known (2 with an MTP head, else 0). `draft_method` "ngram" drafts what
     followed the newest `lookup_min` to `lookup_max` tokens where they stood before. `adaptive_drafts` lets each request
     draft less than `draft_len`, by what was kept of its drafts and what the ledger says they cost. `draft_vocab` lets
@@ -84,6 +85,7 @@ class EngineConfig:
     snapshot_every: int = 2048
     snapshots: int | None = None
     snapshot_host_gb: float = 0.0
+    kv_host_gb: float = 0.0
     prefill_attention: str = "dense"
     sparse_from: int | None = None
     sparse_table: str | None = None
@@ -131,6 +133,7 @@ class EngineConfig:
         check(floor is None or 0 <= floor < math.inf, "memory_floor_gb", "0 or more and finite")
         check(self.snapshot_every >= 64, "snapshot_every", "at least 64")
         check(0 <= self.snapshot_host_gb < math.inf, "snapshot_host_gb", "0 or more and finite")
+        check(0 <= self.kv_host_gb < math.inf, "kv_host_gb", "0 or more and finite")
         check(0 < self.stall_s < math.inf, "stall_s", "above 0 and finite")
         check(self.snapshots is None or self.snapshots >= 0, "snapshots", "0 or more")
 

@@ -15,7 +15,16 @@ from onebox.engine.pages import PAGE_SIZE, Pool
 from onebox.engine.prefix import PrefixCache
 from onebox.engine.scheduler import Plan, Scheduler
 from onebox.engine.sequence import Phase, Sequence
-from onebox.engine.states import CopyPage, LoadState, OffloadState, RestoreState, SaveState, SnapshotSlots
+from onebox.engine.states import (
+    CopyPage,
+    LoadPage,
+    LoadState,
+    OffloadPage,
+    OffloadState,
+    RestoreState,
+    SaveState,
+    SnapshotSlots,
+)
 from onebox.request import Request, SamplingParams
 
 EMPTY = 1  # hash of no tokens
@@ -44,7 +53,8 @@ def answer(prompt: tuple[int, ...], n: int) -> list[int]:
 class FakeDevice:
     """Pages, slots, snapshots and host slots, all of hashes."""
 
-    def __init__(self, n_pages: int, n_slots: int, n_snapshots: int, n_host: int) -> None:
+    def __init__(self, n_pages: int, n_slots: int, n_snapshots: int, n_host: int, n_host_pages: int = 0) -> None:
+        self.host_kv = [[0] * PAGE_SIZE for _ in range(1 + n_host_pages)]
         self.kv = [[0] * PAGE_SIZE for _ in range(1 + n_pages)]
         self.state = [EMPTY] * (1 + n_slots)
         self.rows: list[list[int]] = [[] for _ in range(1 + n_slots)]
@@ -64,6 +74,10 @@ class FakeDevice:
                     self.host[host], self.snapshots[snapshot] = self.snapshots[snapshot], 0
                 case LoadState(host, snapshot):
                     self.snapshots[snapshot], self.host[host] = self.host[host], 0
+                case OffloadPage(page, host):
+                    self.host_kv[host], self.kv[page] = self.kv[page], [0] * PAGE_SIZE
+                case LoadPage(host, page):
+                    self.kv[page] = list(self.host_kv[host])
 
     def committed(self, slot: int, n: int) -> int:
         state = self.state[slot]
@@ -106,6 +120,7 @@ class FakeEngine:
         n_slots: int = 8,
         n_snapshots: int = 16,
         n_host: int = 0,
+        n_host_pages: int = 0,
         draft_len: int = 0,
         budget: int = 256,
         grain: int = 1,
@@ -116,7 +131,7 @@ class FakeEngine:
     ) -> None:
         pages = Pool(n_pages)
         self.slots = SnapshotSlots(n_snapshots, n_host)
-        self.prefix = PrefixCache(pages, self.slots)
+        self.prefix = PrefixCache(pages, self.slots, n_host=n_host_pages)
         self.scheduler = Scheduler(
             pages,
             Pool(n_slots),
@@ -127,7 +142,7 @@ class FakeEngine:
             snapshot_every=every,
             grain=grain,
         )
-        self.device = FakeDevice(n_pages, n_slots, n_snapshots, n_host)
+        self.device = FakeDevice(n_pages, n_slots, n_snapshots, n_host, n_host_pages)
         self.draft_len, self.hit_rate, self.random = draft_len, hit_rate, Random(seed)
         self.live: dict[str, Sequence] = {}
         self.done: dict[str, Sequence] = {}
@@ -211,13 +226,16 @@ class FakeEngine:
             self.cancel(s)
         scheduler = self.scheduler
         assert not scheduler.running and not scheduler.waiting
-        assert self.prefix.n_idle == len(self.prefix.pages)
+        assert self.prefix.n_idle == len(self.prefix.pages) - self.prefix.host.total + self.prefix.host.n_free
         assert self.prefix.reclaim(scheduler.pages.total)
         for snapshot in [*self.slots.on_host, *self.slots.on_device]:
             self.slots.drop(snapshot)
+        while self.prefix.dead:  # in host memory
+            self.prefix._remove(next(iter(self.prefix.dead)))
         scheduler.check()
         assert scheduler.pages.n_free == scheduler.pages.total and scheduler.slots.n_free == scheduler.slots.total
         assert not self.prefix.roots and not self.prefix.pages and self.slots.device.n_free == self.slots.device.total
+        assert self.prefix.host.n_free == self.prefix.host.total
 
     def _settle(self, s: Sequence, n_rows: int, tokens: list[int]) -> None:
         stop = next((i for i, t in enumerate(tokens) if t in s.stop_ids), None)

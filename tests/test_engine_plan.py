@@ -91,6 +91,8 @@ def test_weights_that_cannot_fit_are_refused_with_the_numbers(spec: Spec, machin
         (TINY_SPEC, CPU, {"kv_gb": 9.0}),
         (TINY_SPEC, CPU, {"kv_gb": 1e-6}),
         (TINY_SPEC, CPU, {"snapshot_host_gb": 30.0}),
+        (TINY_SPEC, CPU, {"kv_host_gb": 30.0, "snapshot_host_gb": 0.5}),
+        (SMALL, discrete(80), {"kv_host_gb": 100.0, "snapshot_host_gb": 2.0}),
         (SMALL, discrete(80), {"snapshot_host_gb": 100.0}),
         (BIG, UNIFIED, {"snapshot_host_gb": 60.0}),
     ],
@@ -100,7 +102,9 @@ def test_every_way_out_that_a_refusal_names_is_a_plan_that_fits(
 ) -> None:
     with pytest.raises(ConfigError, match=r"(What fits:|the least is) --") as e:
         plan(spec, machine, **options)
-    offers = re.findall(r"--(kv-gb|max-model-len|snapshot-host-gb) ([\d.e+-]+\d)", str(e.value).split("What fits")[-1])
+    offers = re.findall(
+        r"--(kv-gb|max-model-len|snapshot-host-gb|kv-host-gb) ([\d.e+-]+\d)", str(e.value).split("What fits")[-1]
+    )
     assert offers
     for flag, value in offers:
         name = flag.replace("-", "_")
@@ -171,6 +175,7 @@ def test_host_snapshots_beside_a_discrete_gpu_take_nothing_from_it() -> None:
         ("memory_floor_gb", -1.0),
         ("snapshot_host_gb", float("nan")),
         ("snapshot_host_gb", -0.5),
+        ("kv_host_gb", -0.5),
     ],
 )
 def test_sizes_that_are_no_sizes_are_refused_by_name(field: str, value: float) -> None:

@@ -130,6 +130,43 @@ def test_a_snapshot_pushed_to_the_host_is_hit_from_there() -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("n", [200, 192])
+def test_pages_of_cold_prefixes_are_hit_from_host_memory(n: int) -> None:
+    """Eight prompts of four pages in a pool of twelve: without host memory only the last ones are left."""
+    for n_host, want in ((0, 0), (40, n - 1)):
+        engine = FakeEngine(n_pages=12, n_host_pages=n_host, draft_len=2)
+        for seed in range(8):
+            engine.ask(tokens(n, seed))
+        assert engine.ask(tokens(n)).cached_tokens == want
+        counts = engine.prefix.counts
+        assert bool(n_host) == bool(counts["offloaded_pages"]) == bool(counts["loaded_pages"])
+        engine.close()
+
+
+def test_the_coldest_prefix_leaves_first_and_a_full_host_drops_its_oldest() -> None:
+    engine = FakeEngine(n_pages=12, n_host_pages=4)
+    for seed in range(8):
+        engine.ask(tokens(200, seed))
+    assert engine.prefix.counts["evicted_snapshots"] > 0
+    hits = [engine.ask(tokens(200, seed)).cached_tokens for seed in (7, 6)]
+    assert hits == [199, 199] and engine.ask(tokens(200, 0)).cached_tokens == 0
+    engine.close()
+
+
+def test_a_shared_beginning_stays_while_ends_are_cold() -> None:
+    engine = FakeEngine(n_pages=10, n_host_pages=20)
+    stem = tokens(256)
+    first = engine.ask(stem + tokens(100, 1), at=(256,))
+    beginning = set(range(1, 5))
+    for seed in range(4):
+        engine.ask(stem + tokens(100, 2 + seed), at=(256,))
+        assert beginning <= set(engine.prefix.pages)
+    assert engine.prefix.counts["offloaded_pages"] >= 4 and not engine.prefix.counts["loaded_pages"]
+    assert engine.ask(list(first.request.prompt)).cached_tokens == 355
+    assert engine.prefix.counts["loaded_pages"] == 2, "of which one is its tail"
+    engine.close()
+
+
 def test_pages_that_no_snapshot_needs_are_evicted_before_any_snapshot() -> None:
     engine = FakeEngine(n_pages=20, n_snapshots=1)
     engine.ask(tokens(300, 1))

@@ -109,6 +109,29 @@ def test_thirty_two_requests_at_eight_with_shared_prefixes_equal_cold_answers(tw
         assert counts["offloaded"] > 0
 
 
+@pytest.mark.parametrize(("kv", "graphs"), [("auto", False), ("tq4", True)])
+def test_prefixes_that_were_in_host_memory_say_the_same(twin: str, kv: str, graphs: bool) -> None:
+    """Prompts that take turns in a pool for two of them: with host memory all are hits, and the text is that of a
+    pool that holds everything."""
+    prompts = [text(140 + 9 * i, seed=i) for i in range(4)]
+    options = {"model": twin, "draft_len": 2, "max_num_seqs": 1, "kv_cache_dtype": kv, "cuda_graphs": graphs}
+    large = Engine(EngineConfig(**options))  # type: ignore[arg-type]
+    want = [ask(large, [p], 12)[0][0] for p in prompts]
+    page = large.plan.kv / (1 + large.plan.n_pages)
+    small = Engine(
+        EngineConfig(**options, max_model_len=256, kv_gb=9.01 * page / 1e9, kv_host_gb=40.01 * page / 1e9, debug=True)  # type: ignore[arg-type]
+    )
+    assert (small.plan.n_pages, small.plan.n_host_pages) == (9, 40) and small.plan.host_kv == 40 * page
+    for turn in range(2):
+        for prompt, answer in zip(prompts, want, strict=True):
+            got, last = ask(small, [prompt], 12)[0]
+            assert got == answer
+            assert last.cached_tokens == (len(prompt) - 1 if turn else 0)
+    stats = small.stats()
+    assert min(stats.prefix[f"{way}_pages"] for way in ("offloaded", "loaded")) >= 8
+    assert stats.prefix.get("evicted_snapshots", 0) == 0 and stats.host_pages_total == 40
+
+
 def test_different_salts_share_nothing(twin: str) -> None:
     engine = Engine(EngineConfig(model=twin, draft_len=2))
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

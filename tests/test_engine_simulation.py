@@ -28,8 +28,9 @@ def assert_right(engine: FakeEngine) -> None:
 def test_thousands_of_random_steps_keep_every_token_right_and_leak_nothing(draft_len: int, n_host: int) -> None:
     random = Random(draft_len * 10 + n_host)
     engine = FakeEngine(
-        n_pages=16, n_slots=5, n_snapshots=6, n_host=n_host, draft_len=draft_len, budget=96, every=100, seed=draft_len
-    )
+        n_pages=16, n_slots=5, n_snapshots=6, n_host=n_host, n_host_pages=3 * n_host, draft_len=draft_len, budget=96,
+        every=100, seed=draft_len,
+    )  # fmt: skip
     stems = [[random.randrange(90) for _ in range(random.choice([127, 128, 129, 193, 250]))] for _ in range(4)]
 
     def cancel_some(plan: Plan) -> None:
@@ -61,6 +62,7 @@ def test_thousands_of_random_steps_keep_every_token_right_and_leak_nothing(draft
     assert len(engine.done) > 50
     assert engine.scheduler.preemptions > 0 and engine.prefix.counts["hits"] > 10
     assert engine.prefix.counts["evicted_pages"] > 10
+    assert bool(n_host) == (engine.prefix.counts["loaded_pages"] > 10)
     engine.close()
 
 
@@ -134,7 +136,9 @@ def test_a_preempted_request_goes_on_without_repeating_a_token() -> None:
 class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.engine = FakeEngine(n_pages=12, n_slots=3, n_snapshots=3, n_host=2, draft_len=2, budget=80, every=70)
+        self.engine = FakeEngine(
+            n_pages=12, n_slots=3, n_snapshots=3, n_host=2, n_host_pages=4, draft_len=2, budget=80, every=70
+        )
 
     @rule(
         stem=st.sampled_from([0, 1]),

@@ -94,7 +94,10 @@ def test_prompts_over_pages_in_fewer_bits_equal_the_reference_path(kernels: Call
     kernels(True)
     got, _ = prompts(m, *batches, kv=KvLayout(name))
     for x, y in zip(got, want, strict=True):
-        assert_close(x, y, 3e-2)
+        off = (x.float() - y.float()).norm(dim=-1) / y.float().norm(dim=-1)
+        assert torch.isfinite(off).all()
+        # a number next to the middle of two levels may be coded as either, and a row's expert be another then
+        assert float(off.median()) < 2e-2 and float(off.square().mean().sqrt()) < 0.15, off
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ class EngineStats:
     snapshots_free: int = 0
     host_snapshots_total: int = 0
     host_snapshots_free: int = 0
+    host_pages_total: int = 0
+    host_pages_free: int = 0
     restarts: int = 0
     prefix: Mapping[str, int] = field(default_factory=dict)  # lookups, hits, misses by reason, evictions
 

@@ -123,7 +123,7 @@ class Engine:
             state_dtype=getattr(torch, config.state_dtype),
             kv=kv_layout(model, config.kv_cache_dtype),
         )
-        self.runner = GraphRunner(model, cache)
+        self.runner = GraphRunner(model, cache, plan.n_host_pages)
         self.grammars = Grammars(Path(config.model) / "tokenizer.json", spec.vocab, self.eos_token_ids)
         self._compiling: dict[Sequence, Future[Matcher]] = {}
         self.captured: CapturedSteps | None = None
@@ -155,7 +155,12 @@ class Engine:
         self.scheduler = Scheduler(
             pages,
             Pool(config.max_num_seqs),
-            PrefixCache(pages, SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots), build=build),
+            PrefixCache(
+                pages,
+                SnapshotSlots(plan.n_snapshots, plan.n_host_snapshots),
+                build=build,
+                n_host=plan.n_host_pages,
+            ),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_waiting=config.max_waiting,
@@ -301,6 +306,8 @@ class Engine:
             snapshots_free=slots.device.n_free,
             host_snapshots_total=slots.host.total,
             host_snapshots_free=slots.host.n_free,
+            host_pages_total=scheduler.prefix.host.total,
+            host_pages_free=scheduler.prefix.host.n_free,
             accepted_per_pos=tuple(self._accepted_per_pos),
             prefix=dict(scheduler.prefix.counts),
         )

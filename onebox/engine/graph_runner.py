@@ -13,7 +13,16 @@ from onebox.engine.sampler import SamplingRows, sample
 from onebox.engine.scheduler import Chunk
 from onebox.engine.sequence import Sequence
 from onebox.engine.speculate import News
-from onebox.engine.states import CopyPage, DeviceOp, LoadState, OffloadState, RestoreState, SaveState
+from onebox.engine.states import (
+    CopyPage,
+    DeviceOp,
+    LoadPage,
+    LoadState,
+    OffloadPage,
+    OffloadState,
+    RestoreState,
+    SaveState,
+)
 from onebox.model.cache import Cache
 from onebox.model.qwen3_5 import Qwen35
 from onebox.request import Batch
@@ -22,8 +31,9 @@ from onebox.request import Batch
 class GraphRunner:
     """Forwards of one model over one cache."""
 
-    def __init__(self, model: Qwen35, cache: Cache) -> None:
+    def __init__(self, model: Qwen35, cache: Cache, n_host_pages: int = 0) -> None:
         self.model, self.cache = model, cache
+        self.host_pages = cache.host_pages(1 + n_host_pages) if n_host_pages else ()
         self.host: dict[int, list[Tensor]] = {}  # snapshots pushed out of device memory
 
     def prefill(self, chunks: Seq[Chunk]) -> Tensor:
@@ -59,6 +69,10 @@ class GraphRunner:
                     self.host[host] = cache.snapshot_to_host(snapshot)
                 case LoadState(host, snapshot):
                     cache.snapshot_from_host(self.host.pop(host), snapshot)
+                case OffloadPage(page, host):
+                    cache.page_to_host(page, self.host_pages, host)
+                case LoadPage(host, page):
+                    cache.page_from_host(self.host_pages, host, page)
 
     def draft(self, news: Seq[News]) -> None:
         """Fill `drafts` of each sequence, and write the drafter's entries of its newest tokens.

@@ -103,12 +103,14 @@ class MemoryPlan:
     max_model_len: int
     kv_format: str = "bf16"
     notes: tuple[str, ...] = ()
+    host_kv: float = 0.0
+    n_host_pages: int = 0
 
     @property
     def used(self) -> float:
         """Bytes out of `capacity`; host snapshots have memory of their own on a discrete device."""
         device = self.weights + self.workspace + self.graphs + self.states + self.snapshots + self.kv
-        return device + (self.host_snapshots if self.machine.shared else 0.0)
+        return device + (self.host_snapshots + self.host_kv if self.machine.shared else 0.0)
 
     def rows(self) -> list[tuple[str, float, str]]:
         """(use, bytes, what for)."""
@@ -122,6 +124,7 @@ class MemoryPlan:
             ("KV pages", self.kv, f"{self.n_pages} pages, {tokens} tokens in {self.kv_format}"),
             ("snapshots", self.snapshots, f"{self.n_snapshots} states of the prefix cache"),
             ("host snapshots", self.host_snapshots, f"{self.n_host_snapshots} states {where}"),
+            ("host KV pages", self.host_kv, f"{self.n_host_pages} pages {where}"),
             ("used", self.used, f"of {self.capacity / GB:.2f} GB on {self.machine.name}"),
             ("floor", self.floor, f"left free of {self.machine.free / GB:.2f} GB available now"),
         ]
@@ -143,6 +146,7 @@ class MemoryPlan:
             "kv_format": self.kv_format,
             "snapshots": self.n_snapshots,
             "host_snapshots": self.n_host_snapshots,
+            "host_pages": self.n_host_pages,
             "max_num_seqs": self.max_num_seqs,
             "max_model_len": self.max_model_len,
             "notes": list(self.notes),
@@ -209,7 +213,13 @@ def plan_memory(
     sizes = Sizes.of(config, spec, draft_len=draft_len, mtp=mtp, kv=kv)
     longest, drafted = asked_len or positions, 2 * draft_len
     n_host = int(config.snapshot_host_gb * GB / sizes.snapshot) if config.prefix_caching else 0
-    host = n_host * sizes.snapshot
+    n_host_pages = int(config.kv_host_gb * GB / sizes.page) if config.prefix_caching else 0
+    host_kv = n_host_pages * sizes.page
+    host = n_host * sizes.snapshot + host_kv
+    # which of the two flags to lower, and what the other takes
+    flag, asked_gb, beside = "--snapshot-host-gb", config.snapshot_host_gb, host_kv
+    if host_kv:
+        flag, asked_gb, beside = "--kv-host-gb", config.kv_host_gb, n_host * sizes.snapshot
     element = float(getattr(torch, config.dtype).itemsize)
     graphs = GRAPH_GB * GB if config.fused else 0.0
 
@@ -229,10 +239,10 @@ def plan_memory(
 
     capacity = machine.capacity(config)
     if not machine.shared and host > max(machine.host_free - FLOOR_GB["cpu"] * GB / 2, 0.0):
-        most = _down(max(machine.host_free - FLOOR_GB["cpu"] * GB / 2, 0.0) / GB)
+        most = _down(max(machine.host_free - FLOOR_GB["cpu"] * GB / 2 - beside, 0.0) / GB)
         raise ConfigError(
-            f"--snapshot-host-gb {config.snapshot_host_gb:g} does not fit: {machine.host_free / GB:.2f} GB of host "
-            f"memory are available, of which 4 GB stay free. What fits: --snapshot-host-gb {most:g}."
+            f"{flag} {asked_gb:g} does not fit: {machine.host_free / GB:.2f} GB of host "
+            f"memory are available, of which 4 GB stay free. What fits: {flag} {most:g}."
         )
     # nobody's page, slot and snapshot, where padding rows write
     nobody = sizes.page + sizes.slot + sizes.snapshot
@@ -263,8 +273,8 @@ def plan_memory(
         need = fixed + workspace(1, MIN_PAGES * PAGE_SIZE) + sizes.slot + page_bytes(MIN_PAGES)
         rest = f"One answer of {MIN_PAGES * PAGE_SIZE} tokens needs {need / GB:.2f} GB."
         if has_host := shared_host and need - shared_host <= capacity:
-            most = _down((capacity - need + shared_host) / GB)
-            rest += f" What fits: --snapshot-host-gb {most:g}."
+            most = _down(max(capacity - need + shared_host - beside, 0.0) / GB)
+            rest += f" What fits: {flag} {most:g}."
         if not has_host:
             rest += " No setting makes it fit: free memory, or serve a smaller build of the model ('onebox build')."
         raise shortage("The model", rest)
@@ -335,10 +345,12 @@ def plan_memory(
         states=(1 + n_seqs) * sizes.slot,
         snapshots=(1 + n_snapshots) * sizes.snapshot,
         kv=page_bytes(1 + n_pages),
-        host_snapshots=host,
+        host_snapshots=n_host * sizes.snapshot,
+        host_kv=host_kv,
         n_pages=n_pages,
         n_snapshots=n_snapshots,
         n_host_snapshots=n_host if n_snapshots else 0,
+        n_host_pages=n_host_pages if n_snapshots else 0,
         max_num_seqs=n_seqs,
         max_model_len=max_model_len,
         kv_format=kv or (config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype),

@@ -6,20 +6,22 @@ A hit is the deepest snapshot that leaves at least one token to compute: the seq
 of the tail page, and the state is restored into its slot. Shared pages are never written below what they share, so
 nothing is ever copied on write: a sequence that wrote a tail page goes on behind the tokens that the snapshot reads.
 
-Whoever uses a node's page uses the pages of all nodes above it; so every page without a user can be evicted.
+Whoever uses a node's page uses the pages of all nodes above it; so every page without a user can be evicted. Where
+there is room in host memory, pages of the coldest snapshots move there instead, from the end of a prefix on, and come
+back with a hit. A page in host memory has an id above all the pool's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 
 from onebox.engine.pages import PAGE_SIZE, Pool
 from onebox.engine.sequence import Sequence
-from onebox.engine.states import CopyPage, RestoreState, SaveState, Snapshot, SnapshotSlots
+from onebox.engine.states import CopyPage, LoadPage, OffloadPage, RestoreState, SaveState, Snapshot, SnapshotSlots
 
 Key = tuple[int, ...]
 
@@ -74,11 +76,15 @@ class Match:
 class PrefixCache:
     """Owner of shared pages and of snapshots. `counts`: lookups, hits, hit_tokens, miss_*, saved, evicted_*, moves.
 
-    `build` is everything beside tokens and salt that changes the numbers. Prefixes under `min_tokens` are not kept, and
-    two snapshots of one prompt stand at least that far apart, except where the request asked for one.
+    `n_host` pages may be kept in host memory. `build` is everything beside tokens and salt that changes the numbers.
+    Prefixes under `min_tokens` are not kept, and two snapshots of one prompt stand at least that far apart, except
+    where the request asked for one.
     """
 
-    def __init__(self, pages: Pool, slots: SnapshotSlots, *, build: str = "", min_tokens: int = PAGE_SIZE) -> None:
+    def __init__(
+        self, pages: Pool, slots: SnapshotSlots, *, build: str = "", min_tokens: int = PAGE_SIZE, n_host: int = 0
+    ) -> None:
+        self.host = Pool(n_host)
         self.pool, self.slots, self.build, self.min_tokens = pages, slots, build, min_tokens
         self.roots: dict[tuple[str, str], Node] = {}
         self.pages: dict[int, CachedPage] = {}
@@ -115,14 +121,15 @@ class PrefixCache:
         return Match(None, shared, "salt" if elsewhere else "no_match")
 
     def hold(self, match: Match) -> list[int]:
-        """Keep a match from being evicted until `let_go` or `attach`. Gives its full pages, in order."""
+        """Keep a match from being evicted until `let_go` or `attach`. Gives its full pages, in order, up to where they
+        are in host memory."""
         state = match.state
         if state is None:
             return []
         state.pinned = True
-        if state.tail_page:
+        if state.tail_page and not self._hosted(state.tail_page):
             self._use(state.tail_page)
-        pages = _path(state.node)
+        pages = [node.page for node in _path(state.node) if not self._hosted(node.page)]
         for page in pages:
             self._use(page)
         return pages
@@ -141,8 +148,18 @@ class PrefixCache:
             self.counts[f"miss_{match.miss}"] += 1
             return
         self.counts.update(hits=1, hit_tokens=state.n_tokens)
+        for node in _path(state.node):
+            if self._hosted(node.page):
+                page = sequence.pages[node.depth - 1]
+                self._load(node.page, page)
+                assert node.parent is not None
+                self._move(node.page, page, node.parent)
         if state.tail_page:
-            self.slots.ops.append(CopyPage(state.tail_page, sequence.pages[state.node.depth]))
+            copy = sequence.pages[state.node.depth]
+            if self._hosted(state.tail_page):
+                self._load(state.tail_page, copy)
+            else:
+                self.slots.ops.append(CopyPage(state.tail_page, copy))
         if state.host:
             placed = self.slots.place(state)
             assert placed, "a held snapshot is the only pinned one"
@@ -196,7 +213,8 @@ class PrefixCache:
                 self._free_unneeded(page, cached)
 
     def reclaim(self, n: int) -> bool:
-        """Evict until `n` pages are free: pages that no snapshot needs, then snapshots, least recently used first."""
+        """Make room until `n` pages are free: pages that no snapshot needs go first, then those of snapshots, least
+        recently used first, to host memory where there is room, else with their snapshot."""
         if n > self.pool.n_free + self.n_idle:
             return False
         while self.pool.n_free < n:
@@ -204,7 +222,7 @@ class PrefixCache:
             if leaf is not None:
                 self._remove(leaf)
                 continue
-            if not self.slots.evict():
+            if not self._offload(n - self.pool.n_free) and not self.slots.evict():
                 return False
         return True
 
@@ -227,6 +245,7 @@ class PrefixCache:
                 assert (node in self.dead) == (not node.children and not node.snapshots), f"page {node.page}"
                 above = node.parent
                 assert not above.page or self.pages[node.page].n_users <= self.pages[above.page].n_users
+                assert self._hosted(node.page) or not self._hosted(above.page), "a page behind one in host memory"
             for tail, state in node.snapshots.items():
                 assert state.node is node and state.tail == tail and state.n_tokens == start + len(tail)
                 assert bool(tail) == bool(state.tail_page) and not state.pinned and len(tail) < PAGE_SIZE
@@ -239,7 +258,10 @@ class PrefixCache:
             assert found == cached, f"page {page}: counted {found}, recorded {cached}"
             assert cached.node or cached.n_tails, f"page {page} is kept for nobody"
         assert set(nodes) | set(+n_tails) == set(self.pages)
-        assert self.n_idle == sum(not c.n_users for c in self.pages.values())
+        hosted = [page for page in self.pages if self._hosted(page)]
+        assert not any(self.pages[page].n_users for page in hosted)
+        self.host.check(page - self.pool.total for page in hosted)
+        assert self.n_idle == sum(not c.n_users for c in self.pages.values()) - len(hosted)
         assert states == {*self.slots.on_device, *self.slots.on_host}
         self.slots.check()
 
@@ -252,6 +274,8 @@ class PrefixCache:
             self._adopt(page).node = child
             self.dead.pop(node, None)
             self.dead[child] = None
+        elif self._hosted(child.page):
+            self._move(child.page, page, node)
         elif child.page != page:
             # computed twice, side by side: equal tokens, equal entries; one copy is enough
             self._use(child.page)
@@ -270,14 +294,74 @@ class PrefixCache:
 
     def _unpin(self, state: CachedState) -> None:
         state.pinned = False
-        if state.tail_page:
+        if state.tail_page and not self._hosted(state.tail_page):
             self.release([state.tail_page])
+
+    def _hosted(self, page: int) -> bool:
+        return page > self.pool.total
+
+    def _offload(self, n: int) -> int:
+        """Move up to `n` pages without a user to host memory, the coldest snapshot's first. Gives how many."""
+        n = min(n, self.host.n_free)
+        found = 0
+        for state in [*self.slots.on_host, *self.slots.on_device] if n else ():
+            assert isinstance(state, CachedState)
+            for page, above in self._cold(state):
+                if found == n:
+                    return found
+                [host] = self.host.take(1)
+                self.slots.ops.append(OffloadPage(page, host))
+                self.n_idle -= 1
+                self._move(page, self.pool.total + host, above)
+                self.pool.give([page])
+                self.counts["offloaded_pages"] += 1
+                found += 1
+        return found
+
+    def _cold(self, state: CachedState) -> Iterator[tuple[int, Node]]:
+        """A snapshot's pages on the device that may leave it without one behind them that stays, the last first; each
+        with the node that it follows."""
+        if state.tail_page and not self._hosted(state.tail_page) and not self.pages[state.tail_page].n_users:
+            kept = self.pages[state.tail_page].node
+            if kept is None or self._last(kept):
+                yield state.tail_page, state.node
+        node = state.node
+        while node.parent is not None:
+            if not self._hosted(node.page):
+                if self.pages[node.page].n_users or not self._last(node):
+                    return
+                yield node.page, node.parent
+            node = node.parent
+
+    def _last(self, node: Node) -> bool:
+        """Whether no page on the device stands behind this one."""
+        return all(self._hosted(child.page) for child in node.children.values())
+
+    def _load(self, page: int, to: int) -> None:
+        self.slots.ops.append(LoadPage(page - self.pool.total, to))
+        self.counts["loaded_pages"] += 1
+
+    def _move(self, page: int, to: int, above: Node) -> None:
+        """Let page `to`, a host page or one of a sequence, be for tree and snapshots what `page` behind node `above`
+        was. The copy is queued or not needed; a host page becomes free."""
+        cached = self.pages.pop(page)
+        new = self.pages.setdefault(to, CachedPage(n_users=0 if self._hosted(to) else 1))
+        if cached.node is not None:
+            new.node, cached.node.page = cached.node, to
+        new.n_tails += cached.n_tails
+        for state in above.snapshots.values():
+            if state.tail_page == page:
+                state.tail_page = to
+        if self._hosted(page):
+            self.host.give([page - self.pool.total])
 
     def _free_unneeded(self, page: int, cached: CachedPage) -> None:
         """Free a page that neither tree nor snapshot needs; with a user left, it becomes the user's own again."""
         if cached.node is None and not cached.n_tails:
             del self.pages[page]
-            if not cached.n_users:
+            if self._hosted(page):
+                self.host.give([page - self.pool.total])
+            elif not cached.n_users:
                 self.n_idle -= 1
                 self.pool.give([page])
 
@@ -311,13 +395,13 @@ class PrefixCache:
             self.dead.pop(node, None)
 
 
-def _path(node: Node) -> list[int]:
-    """Pages from the root down to `node`."""
-    pages = []
+def _path(node: Node) -> list[Node]:
+    """Nodes with pages, from the root down to `node`."""
+    nodes = []
     while node.parent is not None:
-        pages.append(node.page)
+        nodes.append(node)
         node = node.parent
-    return pages[::-1]
+    return nodes[::-1]
 
 
 def _common(a: Key, b: Key) -> int:

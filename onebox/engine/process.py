@@ -60,6 +60,7 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 GAUGES = (
     *("running", "waiting", "pages_total", "pages_free", "pages_cached", "slots_total", "slots_free"),
     *("snapshots_total", "snapshots_free", "host_snapshots_total", "host_snapshots_free"),
+    *("host_pages_total", "host_pages_free"),
 )
 
 

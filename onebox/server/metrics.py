@@ -169,6 +169,8 @@ class EngineCollector(Collector):
             "onebox:snapshots_total": ("Room for snapshots on the device.", s.snapshots_total),
             "onebox:host_snapshots": ("Snapshots in host memory.", s.host_snapshots_total - s.host_snapshots_free),
             "onebox:host_snapshots_total": ("Room for snapshots in host memory.", s.host_snapshots_total),
+            "onebox:host_kv_pages": ("KV pages in host memory.", s.host_pages_total - s.host_pages_free),
+            "onebox:host_kv_pages_total": ("Room for KV pages in host memory.", s.host_pages_total),
         }
         counters = {
             "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prompt_tokens),
@@ -226,6 +228,12 @@ class EngineCollector(Collector):
                 "loaded": s.prefix.get("loaded", 0),
                 "evicted": s.prefix.get("evicted_snapshots", 0),
             },
+        )
+        yield self._by_name(
+            "onebox:kv_page_moves",
+            "KV pages moved to host memory and back.",
+            "move",
+            {"offloaded": s.prefix.get("offloaded_pages", 0), "loaded": s.prefix.get("loaded_pages", 0)},
         )
 
     def _by_name(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -12,6 +12,7 @@ const USES = [
   ["kv_pages", "KV pages"],
   ["snapshots", "snapshots of the prefix cache"],
   ["host_snapshots", "snapshots in host memory"],
+  ["host_kv_pages", "KV pages in host memory"],
 ];
 const WAIT_MS = 250;
 let timer = 0;
@@ -42,8 +43,8 @@ async function showPlan() {
     room.replaceChildren(make("p", { class: "quiet" }, "This engine has no memory plan."));
     return;
   }
-  const shared = plan.kind !== "discrete"; // else host snapshots have memory of their own
-  const parts = USES.filter(([name]) => plan.bytes[name] > 0 && (shared || name !== "host_snapshots"));
+  const shared = plan.kind !== "discrete"; // else what is on the host has memory of its own
+  const parts = USES.filter(([name]) => plan.bytes[name] > 0 && (shared || !name.startsWith("host_")));
   const rows = parts.map(([name, title]) => [name, title, plan.bytes[name]]);
   const unused = Math.max(0, plan.capacity_bytes - plan.bytes.used);
   rows.push(["unused", "not used", unused]);
