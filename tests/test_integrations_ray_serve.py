@@ -140,7 +140,7 @@ def by_session(session: str) -> str:
     return get.raise_for_status().headers["x-onebox-replica"]
 
 
-def wait_until(true: Any, seconds: float = 120) -> None:
+def wait_until(true: Any, seconds: float = 240) -> None:
     end_s = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end_s

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import signal
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -45,6 +46,22 @@ class Ended(BaseException):
         self.number = number
 
 
+def absent(address: str, why: Exception) -> ConfigError:
+    told = " ".join(str(why).split())[:200]
+    return ConfigError(f"--ray {address}: no Ray cluster answers there ({told}); --ray local begins one.")
+
+
+def reached(address: str) -> None:
+    """Raises ConfigError when nothing listens at HOST:PORT or ray://HOST:PORT; Ray itself takes minutes to say so."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # local, auto
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as e:
+        raise absent(address, e) from e
+
+
 @contextlib.contextmanager
 def cluster(address: str) -> Iterator[None]:
     """Ray, begun on this machine for `local`, else met at its address; left as it was. Raises ConfigError."""
@@ -52,12 +69,12 @@ def cluster(address: str) -> Iterator[None]:
         yield
         return
     quiet_ray()
+    reached(address)
     where = {"include_dashboard": False} if address == "local" else {}
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **where)
     except (ConnectionError, ValueError, RuntimeError) as e:
-        told = " ".join(str(e).split())[:200]
-        raise ConfigError(f"--ray {address}: no Ray cluster answers there ({told}); --ray local begins one.") from e
+        raise absent(address, e) from e
     try:
         yield
     finally:
