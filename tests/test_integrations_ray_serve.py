@@ -235,6 +235,9 @@ def test_load_adds_replicas_a_restart_loses_nothing_and_clients_that_leave_cance
     options = {"max_replicas": 2, "gpus": 0, "target": 1, "up_s": 1, "down_s": 600, "max_num_seqs": 2, "waiting": 64}
     with served(Options(**options), make=slow_speech):
         assert len(replicas()) == 1
+        assert httpx.get(f"{URL}/ui", follow_redirects=True).status_code == 200
+        wrong = httpx.post(f"{URL}/v1/messages", content=b"{")
+        assert wrong.status_code == 400 and wrong.json()["type"] == "error"
         asked = {"messages": [{"role": "user", "content": "Hi"}]}
         with ThreadPoolExecutor(8) as pool:
             answers = pool.map(ask, [asked] * 48)
