@@ -207,6 +207,21 @@ def test_an_id_that_is_a_path_finds_nothing(path: str) -> None:
     asyncio.run(run())
 
 
+def test_nothing_that_is_sent_begins_a_line_of_its_own_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "onebox.access")
+    sent = b'{"messages":\n[{"role":"user","content":"\\u001b[2J x"}],\r\n"user":"a\x7fb"}'
+
+    async def run() -> None:
+        async with client_of(saying("hm</think>Hello"), log_prompts=True) as client:
+            await client.get("/v1/models/x%0d%0aINFO%20forged%1b[2J%e2%80%a8y%c3%b6")
+            assert (await client.post(CHAT, content=sent)).status_code == 200
+
+    asyncio.run(run())
+    lines = [r.getMessage() for r in caplog.records if r.name == "onebox.access"]
+    assert len(lines) == 3 and all(line.isprintable() for line in lines)
+    assert any("x\\r\\nINFO forged\\x1b[2J\\u2028yö" in line for line in lines)
+
+
 def test_head_is_answered_as_get_without_a_body() -> None:
     with running(app_of(saying("x"))) as url:
         for path in ("/health", "/health/ready", "/v1/models", "/version", "/metrics"):

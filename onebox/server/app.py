@@ -124,7 +124,8 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_BODY_VALUES:
         raise BodyTooLargeError(f"The body holds more than {MAX_BODY_VALUES} values, by its commas and brackets.")
     if getattr(request.app.state, "log_prompts", False):
-        logs.access.info("body of %s: %s", request.url.path, data.decode("utf-8", "replace"))
+        path, text = request.scope["path"], data.decode("utf-8", "replace")
+        logs.access.info("body of %s: %s", logs.one_line(path), logs.one_line(text))
     return bytes(data)
 
 
@@ -327,7 +328,8 @@ class Gate:
         finally:
             ms = round((time.perf_counter() - begun_s) * 1000, 1)
             level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
-            told = {"method": scope["method"], "path": scope["path"][:200], "status": status or 499, "ms": ms}
+            path, method = (logs.one_line(scope[name][:200]) for name in ("path", "method"))
+            told = {"method": method, "path": path, "status": status or 499, "ms": ms}
             logs.access.log(level, "%(method)s %(path)s %(status)d %(ms)s ms", told, extra=told)
             logs.request_id.reset(token)
             owner.reset(whose)

@@ -15,6 +15,11 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "request_id"}
 
 
+def one_line(text: str) -> str:
+    """What a client sent, as it may stand in a line: nothing in it begins another or speaks to a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class RequestIds(logging.Filter):
     """Gives every record the current request's id, and lets all pass."""
 
