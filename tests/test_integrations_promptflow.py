@@ -79,7 +79,7 @@ def test_what_is_not_text_is_refused():
     with pytest.raises(PromptError, match="list of texts"):
         tools.compress([1, 2], question=QUESTION)
     with pytest.raises(PromptError, match="--model"):
-        tools.compress("text", method="llmlingua")
+        tools.compress("text", method="llmlingua2")
 
 
 def test_the_example_flow_runs(installed, capsys):
