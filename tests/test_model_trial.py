@@ -18,7 +18,7 @@ from test_kernels_decode import SPEC
 from onebox.config import EngineConfig, bundled_model
 from onebox.engine import engine
 from onebox.kernels import prefill_attention
-from onebox.model import layers, moe, qwen3_5, trial
+from onebox.model import layers, moe, prefill, qwen3_5, trial
 from onebox.spec import Spec
 
 SMALL = replace(trial.cut(SPEC), gdn_k_dim=32, gdn_v_dim=32, head_dim=32, rope_dims=8)
@@ -52,7 +52,7 @@ def no_room(command: list[str], timeout_s: float) -> Any:
     ],
 )
 def test_whatever_goes_wrong_in_the_trial_only_turns_the_kernels_off(run: Any, why: str, tmp_path: Path) -> None:
-    verdict = trial.try_prefill(SPEC, torch.bfloat16, tmp_path, run)
+    verdict = trial.try_prefill(SPEC, torch.bfloat16, tmp_path, run=run)
     assert not verdict.works and why in verdict.why
     assert not list(tmp_path.iterdir()), "a failure is tried again"
 
@@ -60,15 +60,17 @@ def test_whatever_goes_wrong_in_the_trial_only_turns_the_kernels_off(run: Any, w
 def test_what_worked_is_remembered_for_the_same_heads_and_sources(tmp_path: Path) -> None:
     works = said(out='a warning\n{"off": 0.003}')
     fails = said(1)
-    assert trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", works).works
-    assert trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", fails).works
-    assert trial.try_prefill(replace(SPEC, hidden=512, n_experts=0), torch.bfloat16, tmp_path / "new", fails).works
-    assert not trial.try_prefill(SPEC, torch.float16, tmp_path / "new", fails).works
-    assert not trial.try_prefill(replace(SPEC, n_heads=8), torch.bfloat16, tmp_path / "new", fails).works
-    assert trial.try_prefill(SPEC, torch.bfloat16, None, works).works
+    assert trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", run=works).works
+    assert trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", run=fails).works
+    assert trial.try_prefill(replace(SPEC, hidden=512, n_experts=0), torch.bfloat16, tmp_path / "new", run=fails).works
+    assert not trial.try_prefill(SPEC, torch.float16, tmp_path / "new", run=fails).works
+    assert not trial.try_prefill(replace(SPEC, n_heads=8), torch.bfloat16, tmp_path / "new", run=fails).works
+    assert not trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", kv="tq4", run=fails).works
+    assert not trial.try_prefill(SPEC, torch.bfloat16, tmp_path / "new", sparse=True, run=fails).works
+    assert trial.try_prefill(SPEC, torch.bfloat16, None, run=works).works
     file = tmp_path / "file"
     file.write_text("in the way")
-    assert trial.try_prefill(SPEC, torch.bfloat16, file, works).works  # and cannot be remembered
+    assert trial.try_prefill(SPEC, torch.bfloat16, file, run=works).works  # and cannot be remembered
 
 
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +87,18 @@ def test_the_trial_runs_the_kernels_and_finds_them_right(monkeypatch: pytest.Mon
     off = trial.difference(trial.random_model(SMALL, DTYPE, DEVICE))
     assert 0 < off < trial.BOUND / 3
     assert len(launched) == 2
+
+
+def test_the_trial_runs_page_formats_and_sparse_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse: list[None] = []
+    monkeypatch.setattr(trial, "CHUNKS", (70, 70))
+    monkeypatch.setattr(trial, "SEQUENCES", 1)
+    monkeypatch.setattr(prefill, "sparse_attend", counted(prefill.sparse_attend, sparse))
+    through_kernels(monkeypatch)
+    small = replace(SMALL, layer_types=("full_attention",))
+    off = trial.difference(trial.random_model(small, DTYPE, DEVICE), "tq4", sparse=True)
+    assert 0 < off < trial.BOUND_CODED / 3
+    assert len(sparse) == 2
 
 
 def test_the_trial_notices_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +133,11 @@ def test_the_process_takes_its_task_from_the_command_line(monkeypatch: pytest.Mo
         assert (dtype, device.type) == (torch.bfloat16, "cuda")
 
     monkeypatch.setattr(trial, "random_model", model)
-    monkeypatch.setattr(trial, "difference", lambda model: 0.25)
+    monkeypatch.setattr(trial, "difference", lambda model, kv, sparse: 0.25 if (kv, sparse) == ("tq4", True) else 1.0)
     spec = trial.cut(SPEC)
-    monkeypatch.setattr(sys, "argv", ["trial", json.dumps({"spec": asdict(spec), "dtype": "bfloat16"})])
+    monkeypatch.setattr(
+        sys, "argv", ["trial", json.dumps({"spec": asdict(spec), "dtype": "bfloat16", "kv": "tq4", "sparse": True})]
+    )
     trial.main()
     assert found == [spec] and json.loads(capsys.readouterr().out) == {"off": 0.25}
 
@@ -131,7 +147,7 @@ def test_the_engine_asks_the_trial_only_where_it_was_not_told(
     asked: bool | None, works: bool, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(model=str(bundled_model()), device="cpu", prefill_kernels=asked)
-    monkeypatch.setattr(engine, "try_prefill", lambda *_: trial.Verdict(works, "because"))
+    monkeypatch.setattr(engine, "try_prefill", lambda *_, **__: trial.Verdict(works, "because"))
     asks = engine.wants_prefill_kernels(replace(config, device="cuda", dtype="bfloat16"), SPEC)
     assert asks is used
     assert (asked is None and not works) == ("because" in caplog.text)

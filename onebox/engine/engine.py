@@ -58,7 +58,8 @@ def wants_prefill_kernels(config: EngineConfig, spec: Spec) -> bool:
     dtype = getattr(torch, config.dtype)
     if config.device != "cuda" or dtype.itemsize != 2:
         return False
-    verdict = try_prefill(spec, dtype, fingerprints())
+    sparse = config.prefill_attention != "dense"
+    verdict = try_prefill(spec, dtype, fingerprints(), kv=config.kv_cache_dtype, sparse=sparse)
     if not verdict.works:
         logger.warning("prompts do without the prefill kernels, more slowly: %s", verdict.why)
     return verdict.works
