@@ -142,6 +142,14 @@ def test_the_process_takes_its_task_from_the_command_line(monkeypatch: pytest.Mo
     assert found == [spec] and json.loads(capsys.readouterr().out) == {"off": 0.25}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU says")
+def test_the_process_finds_this_package_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    verdict = trial.try_prefill(SPEC, torch.bfloat16, None)
+    assert not verdict.works and "CUDA" in verdict.why
+
+
 @pytest.mark.parametrize(("asked", "works", "used"), [(None, True, True), (None, False, False), (True, False, True)])
 def test_the_engine_asks_the_trial_only_where_it_was_not_told(
     asked: bool | None, works: bool, used: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
