@@ -232,7 +232,7 @@ def charts(lines: Sequence[Line]) -> dict[str, str]:
         newest = list({(r["model"], r.get("build"), r.get("kv")): r for r in seen}.values())
         made["quality.svg"] = points(
             "Quality against bytes", "MB of weights", "KL to the 16-bit original, nats a token",
-            [Point(str(r.get("build") or "-"), r["weight_bytes"] / 1e6, r["kl"], r["model"]) for r in newest],
+            [Point(build_of(r), r["weight_bytes"] / 1e6, r["kl"], r["model"]) for r in newest],
         )  # fmt: skip
     steps = [r for line in lines if (r := line.record).get("roof_share") and r["bench"] in ("decode", "ladder")]
     for device in dict.fromkeys(str(r["device"]) for r in steps):
@@ -274,6 +274,12 @@ def ladder_bar(record: dict[str, Any]) -> Bar:
         record["rung"], record["tok_s"], record["tok_s_low"], record["tok_s_high"],
         f"x {ratio['median']:.2f}" if ratio else "",
     )  # fmt: skip
+
+
+def build_of(record: dict[str, Any]) -> str:
+    """A build by its name, and the format of its KV pages where that was chosen."""
+    kv = record.get("kv")
+    return str(record.get("build") or "-") + (f", {kv} KV" if kv and kv != "auto" else "")
 
 
 def percentile_bars(record: dict[str, Any], name: str) -> Iterator[Bar]:
@@ -331,10 +337,11 @@ def page(lines: Sequence[Line], pictures: dict[str, str]) -> str:
             "<tr>" + "".join(f"<td>{html.escape(shown(r.record, c))}" for c in (*columns, "commit"))
             for r in rows[-SHOWN:]
         )
-        parts.append(f"<h2>{html.escape(f'{bench}: {model}, {device}')}</h2><table><tr>{head}{body}</table>")
+        title = f"{bench}: {model}, {device}" if model != "-" else f"{bench}: {device}"
+        parts.append(f"<h2>{html.escape(title)}</h2><table><tr>{head}{body}</table>")
     style = (
-        "body{font:14px system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}figure{margin:1rem 0}"
-        "svg{max-width:100%;height:auto}table{border-collapse:collapse;display:block;overflow-x:auto}"
+        "body{font:14px system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}"
+        "figure{margin:1rem 0;overflow-x:auto}svg{max-width:100%;min-width:40rem;height:auto}table{border-collapse:collapse;display:block;overflow-x:auto}"
         "td,th{border-bottom:1px solid #ddd;padding:.2rem .6rem;text-align:left;white-space:nowrap}"
     )
     icon = '<link rel="icon" href="data:,">'
