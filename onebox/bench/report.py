@@ -341,7 +341,8 @@ def page(lines: Sequence[Line], pictures: dict[str, str]) -> str:
         parts.append(f"<h2>{html.escape(title)}</h2><table><tr>{head}{body}</table>")
     style = (
         "body{font:14px system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}"
-        "figure{margin:1rem 0;overflow-x:auto}svg{max-width:100%;min-width:40rem;height:auto}table{border-collapse:collapse;display:block;overflow-x:auto}"
+        "figure{margin:1rem 0;overflow-x:auto}svg{max-width:100%;min-width:40rem;height:auto}"
+        "table{border-collapse:collapse;display:block;overflow-x:auto}"
         "td,th{border-bottom:1px solid #ddd;padding:.2rem .6rem;text-align:left;white-space:nowrap}"
     )
     icon = '<link rel="icon" href="data:,">'
