@@ -59,7 +59,7 @@ def test_commands_name_options_that_exist(page: Path) -> None:
         assert not getattr(command, "commands", {}) or rest[:1] in ([], ["--version"], ["--help"]), words
         known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
         if words[0] == "bench" and len(words) > 1:  # benchmarks read their own options
-            own = ROOT / "onebox" / "bench" / f"{words[1]}.py"
+            own = ROOT / "onebox" / "bench" / f"{words[1].replace('-', '_')}.py"
             known |= set(re.findall(r'"(--[\w-]+)"', own.read_text("utf-8"))) if own.exists() else set()
         unknown = [word for word in rest if word.startswith("--") and word.split("=")[0] not in {*known, "--help"}]
         assert not unknown, f"{page.name}: onebox {' '.join(words)}"
