@@ -6,6 +6,7 @@ python -m onebox.bench.decode --shape qwen3.5-122b-a10b --build hybrid --batch 1
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from onebox.bench.kernels import kernel_table, print_table
 from onebox.bench.random_model import RandomModel, Rows, check, pages_each
 from onebox.bench.record import append, capture, copy_bandwidth, environment, rounded, time_cuda
 from onebox.kernels import configs
+from onebox.kernels.turboquant_ref import FORMATS
 from onebox.ledger import BUILDS, SHAPES, step_bytes
 
 STEPS = 200
@@ -47,6 +49,7 @@ def measure(
         "shape": shape,
         "weights": "random",
         "build": build,
+        "kv": model.build.kv,
         "batch": batch,
         "context": context,
         "k": 0,
@@ -67,6 +70,7 @@ def main() -> None:
     parser = values.parser(__doc__)
     parser.add_argument("--shape", choices=sorted(n for n, s in SHAPES.items() if s.moe), default="qwen3.5-122b-a10b")
     parser.add_argument("--build", choices=sorted(BUILDS), default="hybrid")
+    parser.add_argument("--kv-cache-dtype", choices=("bf16", *FORMATS), default="bf16", help="format of KV pages")
     parser.add_argument("--batch", type=values.count, nargs="+", default=[1])
     parser.add_argument("--context", type=values.count, nargs="+", default=[512])
     parser.add_argument(
@@ -82,7 +86,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("no CUDA device is visible; this benchmark measures one")
     device = torch.device("cuda", 0)
-    spec, build = SHAPES[args.shape], BUILDS[args.build]
+    spec, build = SHAPES[args.shape], replace(BUILDS[args.build], kv=args.kv_cache_dtype)
     if args.configs:
         configs.TABLE.update(configs.load(args.configs))
     if args.pdl is not None:

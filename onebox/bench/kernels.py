@@ -20,7 +20,7 @@ from onebox.bench.record import append, capture, copy_bandwidth, environment, ro
 from onebox.kernels import configs, experts, gated_delta, head, linear, moe, paged_attention
 from onebox.kernels.moe_ref import Chosen
 from onebox.kernels.weights import nbytes
-from onebox.ledger import BUILDS, SHAPES
+from onebox.ledger import BUILDS, SHAPES, kv_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         a = torch.randn(batch, spec.n_heads * spec.head_dim, device=h.x.device).bfloat16()
         where = rows.page_table, rows.kv_slot, rows.positions, rows.query_start
         norms = [(x.head_norms, p) for x, p in zip(attention, model.pages, strict=False) if x.head_norms is not None]
-        kv_bytes = batch * context * 4 * spec.n_kv_heads * spec.head_dim
+        kv_bytes = batch * context * kv_bytes_per_token(spec, model.build, mtp=False) / spec.n_attention_layers
         add(
             "attention project",
             "linear",
@@ -101,7 +101,7 @@ def pieces(model: RandomModel, batch: int, context: int) -> list[Piece]:
         attend = paged_attention.gated_attention
         add(
             "attention",
-            "attention",
+            "attention" if isinstance(model.pages[0], torch.Tensor) else "attention_coded",
             [partial(attend, qkv, *n, rope, p, *where, 1, spec.n_heads, eps, work) for n, p in norms],
             kv_bytes,
         )
@@ -190,8 +190,9 @@ CHOICES: dict[str, dict[str, tuple[int | bool, ...]]] = {
     "head": {"block_n": (64, 128), "warps": (4, 8), "stages": (3, 4), "unroll": (1, 2)},
     "gated_delta": {"block_n": (16, 32, 64, 128), "warps": (2, 4, 8, 16)},
     "attention": {"warps": (4, 8), "stages": (1, 2)},
+    "attention_coded": {"warps": (4, 8), "stages": (1, 2)},
 }
-WIDTHLESS = ("gated_delta", "attention")  # kernels whose configuration is for any model
+WIDTHLESS = ("gated_delta", "attention", "attention_coded")  # kernels whose configuration is for any model
 USERS = {"shared": ("route", "gate_up")}  # kernels that a configuration beside their own shapes
 
 

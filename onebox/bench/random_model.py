@@ -28,7 +28,8 @@ from onebox.kernels.linear_ref import (
 )
 from onebox.kernels.moe_ref import route_slots_ref, slots_ref
 from onebox.kernels.nvfp4_ref import Nvfp4Weight
-from onebox.kernels.paged_attention_ref import PAGE_SIZE, gated_attention_ref
+from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, entries, gated_attention_ref
+from onebox.kernels.turboquant_ref import FORMATS, PageFormat, QuantizedPages
 from onebox.kernels.weights import Weight, dequantize, pick
 from onebox.ledger import Build
 from onebox.model.attention import AttentionWeights
@@ -146,7 +147,7 @@ class RandomModel:
     build: Build
     layers: tuple[DecodeLayer, ...]
     states: tuple[WindowState, ...]
-    pages: tuple[Tensor, ...]
+    pages: tuple[Pages, ...]
     embedding: Tensor
     norm: Tensor
     head: Weight
@@ -183,17 +184,13 @@ class RandomModel:
                 conv=torch.randn(slots, 3 + window, spec.conv_channels, device=device).bfloat16(),
             )
 
-        def kv() -> Tensor:
-            shape = (n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim)
-            return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
-
         half = spec.rope_dims // 2
         return cls(
             spec=spec,
             build=build,
             layers=tuple(random_layer(spec, build, kind, device) for kind in spec.layer_types),
             states=tuple(state() for _ in range(spec.n_gdn_layers)),
-            pages=tuple(kv() for _ in range(spec.n_attention_layers)),
+            pages=tuple(random_pages(spec, build.kv, n_pages, device) for _ in range(spec.n_attention_layers)),
             embedding=torch.empty(spec.vocab, spec.hidden, dtype=torch.bfloat16, device=device).normal_(),
             norm=torch.empty(spec.hidden, dtype=torch.bfloat16, device=device).normal_(0, 0.05),
             head=random_weight(build.head, spec.vocab, spec.hidden, device=device),
@@ -222,6 +219,21 @@ class RandomModel:
         rows.context_len.add_(1)
         page = rows.page_table.gather(1, (rows.positions // PAGE_SIZE)[:, None])[:, 0]
         rows.kv_slot.copy_(page * PAGE_SIZE + rows.positions % PAGE_SIZE)
+
+
+def random_pages(spec: Spec, kv: str, n_pages: int, device: torch.device) -> Pages:
+    """One layer's pages in a format of the ledger, full of numbers of variance about 1."""
+    if kv not in FORMATS:
+        shape = (n_pages, 2, PAGE_SIZE, spec.n_kv_heads, spec.head_dim)
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+    pages = QuantizedPages.allocate(PageFormat.of(kv, spec.n_kv_heads, spec.head_dim, PAGE_SIZE), n_pages, device)
+    pages.data.random_(0, 256)
+    k, v, k_scale, v_scale = pages.format.parts(pages.data)
+    for codes, scale, groups in ((k, k_scale, pages.format.k), (v, v_scale, pages.format.v)):
+        if groups[0].bits == 8:
+            codes.bitwise_and_(0xF7)  # no NaN
+        scale.fill_(1 / 64 if groups[0].bits == 8 else 1.0)
+    return pages
 
 
 def pages_each(context: int, steps: int = 512) -> int:
@@ -353,12 +365,14 @@ def check(shape_spec: Spec, build: Build, device: torch.device, batch: int = 2, 
     other = replace(
         model,
         states=tuple(replace(s, **{f.name: getattr(s, f.name).clone() for f in fields(s)}) for s in model.states),
-        pages=tuple(p.clone() for p in model.pages),
+        pages=tuple(p.clone() if isinstance(p, Tensor) else replace(p, data=p.data.clone()) for p in model.pages),
     )
     rows = Rows.make(batch, window, 200, pages_each(200), model.spec.vocab, device)
     errors = {"hidden": relative_rms(model.forward(rows, window), forward_ref(other, rows, window))}
     for name in ("s", "k", "v", "g", "beta", "conv"):
         got, want = (torch.stack([getattr(s, name).float() for s in m.states]) for m in (model, other))
         errors[name] = relative_rms(got, want)
-    errors["pages"] = relative_rms(torch.stack(model.pages), torch.stack(other.pages))
+    every = torch.arange(int(rows.page_table.max()) + 1, device=device)
+    kept = [torch.stack([torch.stack(entries(p, every)) for p in m.pages]) for m in (model, other)]
+    errors["pages"] = relative_rms(*kept)
     return errors

@@ -41,7 +41,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "rung", "tok_s", "tok_s_low", "tok_s_high", "x_below", "roof_share", "ttft_ms", "ttft_again_ms", "weight_mb",
         "kl", "top1", "perplexity", "recall", "acceptance", "same_text",
     ),
-    "decode": ("shape", "batch", "context", "k", "ms_per_step", "ms_low", "ms_high", "tok_s", "roof_share"),
+    "decode": ("shape", "kv", "batch", "context", "k", "ms_per_step", "ms_low", "ms_high", "tok_s", "roof_share"),
     "engine": ("model", "build", "batch", "k", "forced_acceptance", "ms_per_step", "tokens_per_step", "tok_s"),
     "quality": ("build", "kv", "kl", "top1", "perplexity", "reference_perplexity", "weight_mb", "reach"),
     "drafters": ("drafter", "chats", "batch", "tok_s", "tokens_per_step", "acceptance", "same_text"),

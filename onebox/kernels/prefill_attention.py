@@ -112,6 +112,11 @@ def tile_rows(device: torch.device) -> int:
     return configs.config("prefill_attention", device).block_n
 
 
+def launch_config(pages: Pages, device: torch.device) -> configs.Config:
+    """Warps and stages; tiles that are decoded pass through more shared memory."""
+    return configs.config("prefill_attention" if isinstance(pages, Tensor) else "prefill_attention_coded", device)
+
+
 def gated_prefill_attention(
     qkv: Tensor,
     q_norm: Tensor,
@@ -150,8 +155,8 @@ def attend(
 ) -> Tensor:
     """Turned queries q [T, H, D] over pages that hold their keys already, times the gates of qkv: [T, H D]."""
     (n_rows, n_heads, d), (n_kv, _), device = q.shape, heads_of(pages), q.device
-    c = configs.config("prefill_attention", device)
-    assert tiles.size == c.block_n and qkv.stride(1) == 1 and page_table.is_contiguous()
+    c = launch_config(pages, device)
+    assert tiles.size == tile_rows(device) and qkv.stride(1) == 1 and page_table.is_contiguous()
     out = torch.empty(n_rows, n_heads * d, dtype=q.dtype, device=device)
     data, levels, format_of = operands(pages, q.dtype)
     turned = turns_values(pages)

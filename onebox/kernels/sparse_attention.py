@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onebox.kernels import configs
 from onebox.kernels.linear import inline_asm
 from onebox.kernels.paged_attention import operands, turns_values
 from onebox.kernels.paged_attention_ref import PAGE_SIZE, Pages, heads_of
-from onebox.kernels.prefill_attention import LOG2_E, attend_entries, store_gated
+from onebox.kernels.prefill_attention import LOG2_E, attend_entries, launch_config, store_gated
 from onebox.kernels.sparse_attention_ref import PAGE, SparseIndex
 from onebox.kernels.turboquant import turn_back
 from onebox.kernels.turboquant_ref import QuantizedPages
@@ -86,7 +85,7 @@ def sparse_attend(
     (n_rows, n_heads, d), device = q.shape, q.device
     assert q.is_contiguous() and out.is_contiguous() and qkv.stride(1) == 1 and page_table.is_contiguous()
     lists, counts = page_lists(index.seen)
-    c = configs.config("prefill_attention", device)
+    c = launch_config(pages, device)
     n_tiles, _, n_pages = index.seen.shape
     data, levels, format_of = operands(pages, q.dtype)
     turned = turns_values(pages)
