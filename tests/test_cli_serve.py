@@ -152,6 +152,13 @@ PUBLISHED: list[tuple[str, str, Any]] = [  # flags of published recipes -> where
     ("--load-format fastsafetensors", None, "--load-format"),
     ("--trust-remote-code", None, "--trust-remote-code"),
     ("--tensor-parallel-size 1", None, None),
+    # and of this server alone
+    ("--compress-over 8000", "intake.compress_over", 8000),
+    ("--compress-method llmlingua", "intake.method", "llmlingua"),
+    ("--guard flag", "intake.guard", "flag"),
+    ("--drain-s 5", "drain_s", 5.0),
+    ("--log-format json", "log_format", "json"),
+    ("--allowed-origins https://chat.example", "allowed_origins", ("https://chat.example",)),
 ]
 
 
