@@ -14,11 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from onebox import cli
-from onebox.bench import serving, tables
+from onebox.bench import command, serving, tables
 from onebox.bench.serving import (
     SCENARIOS,
     Lengths,
@@ -445,6 +446,20 @@ def test_a_mistake_is_one_line(argv: list[str], says: str, capsys: pytest.Captur
     assert run(*argv) in (1, 2)
     [err] = capsys.readouterr().err.splitlines()
     assert err.startswith("onebox: error:") and says in err
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(401, "is the key right"), (503, "it is starting"), (404, "OpenAI-compatible")]
+)
+def test_a_server_that_lists_no_models_is_told_by_its_status(
+    status: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answered(url: str, **_: Any) -> httpx.Response:
+        return httpx.Response(status, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx, "get", answered)
+    with pytest.raises(ConfigError, match=says):
+        command._server("http://127.0.0.1:9", None, None)
 
 
 def test_the_scenarios_are_listed_by_name(capsys: pytest.CaptureFixture[str]) -> None:

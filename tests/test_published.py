@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from onebox.bench.published import HIGH, LOW, PUBLISHED, RECIPE, Published, markdown
+from onebox.config import EngineConfig
+from onebox.engine.forecast import Subject, forecast
 from onebox.ledger import BUILDS
 
 BY_NAME = {(p.what, p.tok_s): p for p in PUBLISHED}
@@ -49,3 +51,17 @@ def test_a_figure_no_memory_can_give_would_be_found() -> None:
 def test_the_table_in_the_docs_is_the_one_the_code_makes() -> None:
     text = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text("utf-8")
     assert markdown() in text, "docs/benchmarks.md: paste onebox.bench.published.markdown() again"
+
+
+@pytest.mark.parametrize("model", ["qwen3.5-122b-a10b", "qwen3.5-35b-a3b"])
+@pytest.mark.parametrize("box", ["dgx-spark", "rtx-pro-6000", "h200"])
+def test_the_plans_in_the_docs_are_those_of_the_command(model: str, box: str) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text("utf-8")
+    [row] = [line for line in text.splitlines() if line.startswith(f"| {model} | {box} |")]
+    weights, best, step, roof, expected = (float(cell) for cell in row.split("|")[3:8])
+    made = forecast(Subject.of(model, "hybrid"), box, context=4096, users=1, config=EngineConfig(model)).json()
+    fastest = max((s for s in made["speeds"] if s["users"] == 1), key=lambda s: s["expected_tok_s"])
+    assert weights == round(made["weights_gb"], 1) and best == fastest["k"] and step == round(fastest["step_gb"], 2)
+    assert roof == round(fastest["roof_tok_s"]) and expected == round(fastest["expected_tok_s"])
+    [kv] = [fit for fit in made["fits"] if fit["kv"] == "bf16"]
+    assert row.split("|")[8].strip() == str(kv["users"]) and row.split("|")[9].strip() == f"{kv['longest']:,}"

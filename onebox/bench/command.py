@@ -200,7 +200,11 @@ def _server(url: str, model: str | None, api_key: str | None) -> tuple[str, str 
         answer.raise_for_status()
         models = [str(m["id"]) for m in answer.json()["data"]]
     except httpx.HTTPStatusError as e:
-        raise ConfigError(f"{url}/v1/models: HTTP {e.response.status_code}; is the key right (--api-key)?") from e
+        status = e.response.status_code
+        why = {401: "is the key right (--api-key)?", 403: "is the key right (--api-key)?"}
+        starting = "it is starting, or cannot serve; try again once it is ready"
+        hint = why.get(status, starting if status >= 500 else "is this an OpenAI-compatible server?")
+        raise ConfigError(f"{url}/v1/models: HTTP {status}; {hint}") from e
     except httpx.HTTPError as e:
         raise ConfigError(f"{url}: no server answers ({e}); start one with 'onebox serve'.") from e
     except (ValueError, KeyError, TypeError) as e:
