@@ -27,7 +27,10 @@ STORY = "The lighthouse of Varrow was kept by Ines Okafor. Ships came by every d
 def ask(number: int) -> tuple[str, int, int]:
     """The replica, prompt tokens, and those of them found in its cache."""
     body = {
-        "messages": [{"role": "user", "content": f"{number % 4} {STORY} Say {number}."}],
+        "messages": [
+            {"role": "system", "content": f"{number % 4} {STORY}"},
+            {"role": "user", "content": f"Say {number}."},
+        ],
         "max_tokens": 4,
         "temperature": 0,
         "chat_template_kwargs": {"enable_thinking": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -19,14 +20,17 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 from serving import saying
 
 with warnings.catch_warnings():  # its own use of others
     warnings.simplefilter("ignore")
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'onebox[ray]'")
     from ray import serve
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-    from onebox.integrations.ray_serve import Options, app, build
+    from onebox.integrations.ray_serve import Front, Head, Options, app, build
 
 from onebox.config import EngineConfig, bundled_model
 from onebox.engine.process import ProcessEngine
@@ -301,3 +305,82 @@ def test_settings_come_from_arguments_before_the_environment(monkeypatch):
     assert options.serve_options().engine.kv_gb == 1
     with pytest.raises(ConfigError, match="api_keys not known"):
         Options.of({"api_keys": "k"})
+
+
+class Told:
+    """A handle whose calls say what is scripted: heads, bytes, or errors; `asked` has what each call was to avoid."""
+
+    def __init__(self, *calls: list[Any]) -> None:
+        self.calls, self.asked, self.cancelled = list(calls), [], 0
+        self.ask = self
+
+    def options(self, **_: Any) -> Told:
+        return self
+
+    def remote(self, *_: Any, avoid: list[str], **more: Any) -> Told:
+        self.asked.append(list(avoid))
+        self.script = iter(self.calls.pop(0))
+        return self
+
+    def __aiter__(self) -> Told:
+        return self
+
+    async def __anext__(self) -> Any:
+        said = next(self.script, StopAsyncIteration())
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+def passed(handle: Told, path: str = "/v1/chat/completions") -> httpx.Response:
+    """What a client of a front sees."""
+    front = Front(handle)
+
+    async def whole() -> httpx.Response:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await (await front(Request(scope, receive)))(scope, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            return await client.post(path, json={"messages": [{"role": "user", "content": "Hi"}]})
+
+    return asyncio.run(whole())
+
+
+DEAD = RayActorError()
+GOOD = Head(200, [("content-type", "application/json")], "b", b"{}")
+BUSY = Head(503, [("retry-after", "5")], "a", b'{"error": {}}')
+STREAM = Head(200, [("content-type", "text/event-stream")], "a", None)
+
+
+@pytest.mark.parametrize("first", [[BUSY], [Head(429, [], "a", b"")], [DEAD]])
+def test_a_request_of_which_nothing_was_sent_is_tried_elsewhere(first):
+    handle = Told(first, [GOOD])
+    answer = passed(handle)
+    assert answer.status_code == 200 and answer.headers["x-onebox-replica"] == "b"
+    assert handle.asked[0] == [] and handle.asked[1] == (
+        [] if first == [DEAD] else ["a"]
+    )  # Serve drops the dead itself
+
+
+def test_when_no_replica_helps_the_client_is_told_so():
+    busy = passed(Told([BUSY], [Head(503, [], "b", b"{}")], [BUSY]))
+    assert busy.status_code == 503 and busy.headers["retry-after"] == "5"
+    gone = passed(Told([DEAD], [DEAD], [DEAD]))
+    assert gone.status_code == 503 and gone.json()["error"]["code"] == "engine_unavailable"
+    full = passed(Told([BackPressureError(300, 256)]))
+    assert full.status_code == 429 and full.json()["error"]["code"] == "queue_full"
+    assert passed(Told([DeploymentUnavailableError("x")])).status_code == 503
+
+
+def test_a_stream_that_breaks_ends_in_an_error_event_of_its_api():
+    part = b'data: {"choices": []}\n\n'
+    chat = passed(handle := Told([STREAM, part, DEAD]))
+    events = [line for line in chat.text.splitlines() if line]
+    assert chat.status_code == 200 and events[0] == part.decode().strip() and events[2] == "data: [DONE]"
+    assert json.loads(events[1][6:])["error"]["code"] == "engine_unavailable" and handle.asked == [[]]
+    other = passed(Told([STREAM, b"event: ping\ndata: {}\n\n", DEAD]), "/v1/messages")
+    assert "event: error\n" in other.text and "[DONE]" not in other.text
+    assert passed(handle := Told([STREAM, part])).text == part.decode() and not handle.cancelled
