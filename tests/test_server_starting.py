@@ -112,8 +112,10 @@ def test_a_terminal_shows_a_bar_and_keeps_a_line_a_phase(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm")
     stream, steps = Terminal(), iter([loading("read weights", 1.0, 0.4)] * 3)
     done = Health("ready", took=(("read weights", 1.2),))
+    end_s = time.monotonic() + 20
     with told(lambda: next(steps, done), stream=stream):
-        time.sleep(0.8)
+        while not ("40%" in stream.getvalue() and "1.2 s" in stream.getvalue()) and time.monotonic() < end_s:
+            time.sleep(0.05)
     shown = stream.getvalue()
     assert "read weights" in shown and "40%" in shown
     assert "  read weights: 1.2 s" in shown
