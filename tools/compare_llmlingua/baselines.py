@@ -38,7 +38,7 @@ def truncation(documents: Sequence[str], question: str | None, target: int, coun
 
 def bm25_documents(documents: Sequence[str], question: str | None, target: int, count: Count) -> str:
     """Documents by BM25 for the question, best first; the last is cut at a word."""
-    scores = Bm25Ranker().rank(question or "", documents)
+    scores = Bm25Ranker(around=0).rank(question or "", documents)
     ranked = sorted(range(len(documents)), key=lambda at: (-scores[at], at))
     return truncation([documents[at] for at in ranked], None, target, count)
 

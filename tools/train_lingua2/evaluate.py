@@ -82,7 +82,7 @@ def random_words(text: str, target: int) -> str:
 def bm25_sentences(text: str, target: int) -> str:
     """Sentences by their BM25 for the whole text: the most typical ones first."""
     units = [text[start:end] for start, end in sentences(text)]
-    scores = Bm25Ranker().rank(text, units) if len(units) > 1 else [0.0] * len(units)
+    scores = Bm25Ranker(around=0).rank(text, units) if len(units) > 1 else [0.0] * len(units)
     return fit(units, sorted(range(len(units)), key=lambda at: (-scores[at], at)), target, " ")
 
 
